@@ -1,0 +1,1 @@
+"""Package marker; public names are exported here."""

@@ -1,0 +1,162 @@
+"""The page-store contract: what a node may ask of any store back end.
+
+Owns the ``PageStore`` interface and its result types. Implementations: the distributed store
+(``kvstore/client.py``), an in-memory one for tests and loopback (``kvstore/memory.py``), later
+Mooncake. All pass the same contract suite.
+
+A missing page is a result, never an exception. A store that cannot be reached holds nothing and
+accepts nothing: ``match`` and ``get`` say absent, ``put`` says failed. Callers recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kvstore.page import PageKey
+from transfer.interface import Region
+
+
+class PageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page claims to be; verified by every reader.
+
+    Attributes:
+        key: content key.
+        parent: key of the page before, or the namespace.
+        depth: index of the page in its sequence, from 0.
+        tokens: the page's tokens, int32 little-endian (1..page_size of them).
+        checksum: xxh3-128 of the valid bytes, 16 bytes.
+        page_nbytes: bytes of the whole page.
+    """
+
+    key: PageKey
+    parent: bytes
+    depth: int
+    tokens: bytes
+    checksum: bytes
+    page_nbytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class PageIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader or writer knows of a page before it has the bytes."""
+
+    key: PageKey
+    parent: bytes
+    depth: int
+    tokens: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class PageState(StrEnum):
+    ABSENT = "absent"
+    WRITING = "writing"
+    READY = "ready"
+
+
+class PutOutcome(StrEnum):
+    """STORED by this call; PRESENT before it (or finished by another writer meanwhile); REFUSED
+    for lack of space; FAILED because the store could not be reached or the write broke."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class GetOutcome(StrEnum):
+    """READ and verified; ABSENT (or not there in time); CORRUPT: bytes or identity did not
+    verify; FAILED: the node that should hold it could not be reached."""
+
+    READ = "read"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+
+
+class PutPage(NamedTuple):
+    """One page to store; its whole blob lies at ``local_offset`` in the source region."""
+
+    identity: PageIdentity
+    local_offset: int
+
+
+class GetPage(NamedTuple):
+    """One page wanted; its whole blob goes to ``local_offset`` in the destination region."""
+
+    identity: PageIdentity
+    local_offset: int
+
+
+class TransferCount(NamedTuple):
+    """What a put or get really moved over the wire."""
+
+    num_pages: int
+    nbytes: int
+
+
+class PutResult(NamedTuple):
+    outcomes: list[PutOutcome]
+    moved: TransferCount
+
+
+class GetResult(NamedTuple):
+    outcomes: list[GetOutcome]
+    moved: TransferCount
+
+
+class PageStore(Protocol):
+    """A shared store of KV pages.
+
+    ``put``: pages present already move nothing; pages being written by another writer are
+    joined (the outcome is the other writer's, or this call writes if that one fails).
+    The caller keeps the source pages unchanged until ``put`` returns.
+
+    ``get``: reads, verifies, releases its leases. With ``wait`` it also waits until ``deadline_s``
+    for pages that are absent or being written now. ``on_page(index, outcome)`` is called once per
+    page as soon as its outcome is known, in any order. ``get`` never touches the destination
+    after it has returned or been cancelled. Only pages with outcome READ hold defined bytes.
+    """
+
+    async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]: ...
+
+    async def put(
+        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+    ) -> PutResult: ...
+
+    async def get(
+        self,
+        pages: Sequence[GetPage],
+        *,
+        into: Region,
+        deadline_s: float,
+        wait: bool = False,
+        on_page: Callable[[int, GetOutcome], None] | None = None,
+    ) -> GetResult: ...
+
+    async def close(self) -> None: ...
+
+
+def identities(
+    namespace: bytes, keys: Sequence[PageKey], tokens: bytes, page_size: int
+) -> list[PageIdentity]:
+    """Return the identity of every page of a sequence, given its keys and packed int32 tokens."""
+    page_nbytes = page_size * 4
+    return [
+        PageIdentity(
+            key=key,
+            parent=keys[i - 1] if i else namespace,
+            depth=i,
+            tokens=tokens[i * page_nbytes : (i + 1) * page_nbytes],
+        )
+        for i, key in enumerate(keys)
+    ]
