@@ -1,0 +1,255 @@
+"""An asyncio loop with a virtual clock, whose every choice follows from a seed.
+
+Owns time, the order of callbacks, and which *life* (one process life of one simulated node) each
+callback belongs to. Knows no network. Time jumps to the next timer when nothing is ready.
+
+* A life's context variable is inherited by every task, timer and callback made while it runs, so
+  ``pause`` can hold all of them back (SIGSTOP) and ``clock_skew_s`` can shift its clock.
+* Tasks and futures hash by creation order: ``TaskGroup`` and ``asyncio.wait`` iterate over sets,
+  and the default hash is a memory address.
+* ``run_in_executor`` runs the function inline at a seeded moment and completes at a later one, so
+  that a crash, a cancel or another event can fall before, between or after.
+
+Works by replacing ``BaseEventLoop._run_once`` (stable from CPython 3.11 to 3.14).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import math
+import random
+from asyncio import base_events, events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+EXECUTOR_DELAY_S_MEAN = 1e-3
+MAX_CALLBACKS = 50_000_000  # a scenario that spins without moving the clock ends here
+MAX_CALLBACKS_AT_ONE_TIME = 1_000_000
+
+
+class SimDeadlock(AssertionError):
+    """Every task is blocked and no timer is pending: the scenario can never make progress."""
+
+
+class Life:
+    """One process life of one node, as far as the loop is concerned."""
+
+    def __init__(self, name: str, clock_skew_s: float = 0.0) -> None:
+        self.name = name
+        self.alive = True
+        self.died_silently = False
+        self.paused = False
+        self.clock_skew_s = clock_skew_s
+        self.tasks: dict[int, SimTask] = {}
+        self.held_back: deque[asyncio.Handle] = deque()
+
+    def __repr__(self) -> str:
+        return f"Life({self.name})"
+
+
+CURRENT_LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task that hashes by creation order and is listed in its life."""
+
+    _sim_id: int
+
+    def __new__(cls, coro: Any, *, loop: SimLoop, **kwargs: Any) -> SimTask:
+        self = super().__new__(cls)
+        self._sim_id = loop.next_id()  # before __init__, which already needs the hash
+        return self
+
+    def __init__(self, coro: Any, *, loop: SimLoop, **kwargs: Any) -> None:
+        super().__init__(coro, loop=loop, **kwargs)
+        context = kwargs.get("context")
+        life = CURRENT_LIFE.get() if context is None else context.get(CURRENT_LIFE)
+        if life is not None:
+            life.tasks[self._sim_id] = self
+            self.add_done_callback(lambda task: life.tasks.pop(task._sim_id))
+
+    def __hash__(self) -> int:
+        return self._sim_id
+
+
+class SimFuture(asyncio.Future[Any]):
+    """A future that hashes by creation order."""
+
+    _sim_id: int
+
+    def __new__(cls, *, loop: SimLoop) -> SimFuture:
+        self = super().__new__(cls)
+        self._sim_id = loop.next_id()
+        return self
+
+    def __hash__(self) -> int:
+        return self._sim_id
+
+
+class SimLoop(base_events.BaseEventLoop):
+    """Event loop with a virtual clock, in seconds since the start of the simulation."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self._now_s = 0.0
+        self._ids = 0
+        self._num_callbacks = 0
+        self._num_callbacks_now = 0
+        self._queue: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._clock_resolution = 1e-9
+        self.executor_delay_s_mean = EXECUTOR_DELAY_S_MEAN
+        self.failures: list[BaseException] = []  # errors that nobody awaits, checkers' included
+        self.stops_at_failure = True
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._note_failure)
+
+    def next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    @property
+    def now_s(self) -> float:
+        """The true virtual time, whatever the clock of the current life says."""
+        return self._now_s
+
+    def time(self) -> float:
+        life = CURRENT_LIFE.get()
+        return self._now_s if life is None else self._now_s + life.clock_skew_s
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Schedule at ``when`` on the clock of the life that calls."""
+        life = CURRENT_LIFE.get()
+        true_s = when if life is None else when - life.clock_skew_s
+        while life is not None and true_s + life.clock_skew_s < when:
+            true_s = math.nextafter(true_s, math.inf)  # rounding must not make a timer early
+        return self.call_at_true_time(true_s, callback, *args, context=context)
+
+    def call_at_true_time(
+        self,
+        when_s: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = events.TimerHandle(when_s, callback, args, self, context)
+        handle._scheduled = True  # type: ignore[attr-defined]
+        heapq.heappush(self._queue, (when_s, self.next_id(), handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return SimFuture(loop=self)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Any:
+        """Run ``func`` inline at a seeded moment; a cancelled caller does not stop it, a crash
+        does."""
+        future = self.create_future()
+        life = CURRENT_LIFE.get()
+        first_s, second_s = (
+            self._rng.expovariate(2 / self.executor_delay_s_mean) for _ in range(2)
+        )
+
+        def work() -> None:
+            if life is not None and not life.alive:
+                return
+            try:
+                result: Any = func(*args)
+            except Exception as error:  # noqa: BLE001 - handed to the caller, like a real executor
+                self.call_later(second_s, self._complete, future, None, error)
+            else:
+                self.call_later(second_s, self._complete, future, result, None)
+
+        self.call_later(first_s, work)
+        return future
+
+    def pause(self, life: Life) -> None:
+        """Hold back every callback of ``life``, like SIGSTOP."""
+        life.paused = True
+
+    def resume(self, life: Life) -> None:
+        """Let a paused life go on, with everything that was held back, in order."""
+        life.paused = False
+        self._ready.extend(life.held_back)  # type: ignore[attr-defined]
+        life.held_back.clear()
+
+    @staticmethod
+    def _complete(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **kwargs: Any
+    ) -> SimTask:
+        return SimTask(coro, loop=self, **kwargs)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or RuntimeError(context["message"])
+        error.add_note(f"reported to the loop: {context['message']}")
+        self.failures.append(error)
+
+    def _run_once(self) -> None:
+        """Run what is ready; when nothing is, move the clock to the next timer."""
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        while self._queue and self._queue[0][2].cancelled():
+            self._forget(heapq.heappop(self._queue)[2])
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            if not self._queue:
+                raise SimDeadlock(f"no runnable task and no timer at t={self._now_s:.6f} s")
+            self._move_clock(self._queue[0][0])
+        while self._queue and self._queue[0][0] <= self._now_s:
+            handle = heapq.heappop(self._queue)[2]
+            self._forget(handle)
+            ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                self._run_handle(handle)
+            if self.failures and self.stops_at_failure:
+                raise self.failures[0]
+
+    def _move_clock(self, when_s: float) -> None:
+        if when_s > self._now_s:
+            self._now_s = when_s
+            self._num_callbacks_now = 0
+
+    def _run_handle(self, handle: asyncio.Handle) -> None:
+        self._num_callbacks += 1
+        self._num_callbacks_now += 1
+        assert self._num_callbacks < MAX_CALLBACKS, "the scenario does not end"
+        assert self._num_callbacks_now < MAX_CALLBACKS_AT_ONE_TIME, (
+            f"a task spins at t={self._now_s:.6f} s: {handle!r}"
+        )
+        life: Life | None = handle._context.get(CURRENT_LIFE)  # type: ignore[attr-defined]
+        if life is not None and life.paused:
+            life.held_back.append(handle)
+        else:
+            handle._run()
+
+    @staticmethod
+    def _forget(handle: asyncio.TimerHandle) -> None:
+        handle._scheduled = False  # type: ignore[attr-defined]
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers leave the queue when they come up."""
+
+    def _write_to_self(self) -> None:
+        """Nothing to wake: there is no selector and no other thread."""
+
+    def _process_events(self, event_list: list[object]) -> None:
+        assert event_list == []

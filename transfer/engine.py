@@ -1,0 +1,337 @@
+"""The bulk transfer engine of one process: registers memory, reads and writes that of others.
+
+Owns the regions, the I/O thread, the copy threads and the transports; implements
+``interface.Transfer``. Checks each operation once (token, ranges, rights, deadline) and hands it to
+the transport that reaches the peer. Knows no pages.
+
+::
+
+    new ──start()──▶ running ──close() / abort()──▶ closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Sequence
+from enum import Enum
+
+from transfer.config import TransferConfig
+from transfer.copier import Copier
+from transfer.counters import CounterBoard, TransferCounters
+from transfer.errors import (
+    DeadlineExceeded,
+    FrameInvalid,
+    PeerClosed,
+    PeerUnreachable,
+    RegionRevoked,
+    TransferError,
+    Unauthorized,
+)
+from transfer.interface import Range, Region, Rights, remaining_s
+from transfer.io_thread import IoThread
+from transfer.loopback import LoopbackOwner, LoopbackTransport
+from transfer.ranges import plan, total_nbytes
+from transfer.region import HostRegion, RegionTable
+from transfer.shm import ShmTransport
+from transfer.shm_memory import shared_memory_available
+from transfer.shm_peer import ShmUnavailable
+from transfer.tcp import TcpTransport
+from transfer.token import TOKEN_VERSION, Endpoint, Token, decode_token, encode_token
+from transfer.transports import Move, Transport, choose, host_id, process_id
+
+_LOG = logging.getLogger(__name__)
+_LOOPBACK_NUMBERS = itertools.count(1)
+
+
+class _State(Enum):
+    NEW = "new"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+class TransferEngine:
+    """One per process. Its methods are called from one event loop at a time."""
+
+    def __init__(self, config: TransferConfig | None = None) -> None:
+        self._config = config or TransferConfig()
+        self._state = _State.NEW
+        self.incarnation: str = secrets.token_hex(8)
+        self._counters = CounterBoard()
+        self._regions = RegionTable(self._encode_token)
+        self._copier = Copier(
+            threads=self._config.copy_threads,
+            piece_nbytes=self._config.piece_nbytes,
+            inline_nbytes=self._config.inline_copy_nbytes,
+        )
+        self._io: IoThread | None = None
+        self._tcp: TcpTransport | None = None
+        self._shm: ShmTransport | None = None
+        self._loopback: LoopbackTransport | None = None
+        self._transports: dict[str, Transport] = {}
+        self._endpoint = Endpoint(self.incarnation, process_id(), host_id())
+        self._without_shm: set[str] = set()  # incarnations that could not share memory
+        self._fallbacks_said: set[str] = set()
+
+    @property
+    def config(self) -> TransferConfig:
+        return self._config
+
+    @property
+    def transport(self) -> str:
+        """The transport in use; for ``auto``, the one for other processes of this host."""
+        if self._config.transport != "auto" or self._state is _State.NEW:
+            return self._config.transport
+        return "shm" if self._endpoint.shm else "tcp"
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which peers reach this engine over tcp; empty for pure loopback."""
+        return self._endpoint.tcp
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while the engine runs and its I/O thread is alive."""
+        return self._state is _State.RUNNING and self._io is not None and self._io.is_alive
+
+    def counters(self) -> TransferCounters:
+        return self._counters.snapshot()
+
+    @property
+    def _wants_shm(self) -> bool:
+        return self._config.transport in ("auto", "shm") and shared_memory_available()
+
+    async def start(self) -> None:
+        """Listen on every transport that the configuration asks for.
+
+        Raises:
+            PeerUnreachable: an address cannot be bound, or ``shm`` is not possible here.
+        """
+        assert self._state is _State.NEW, f"start() of an engine that is {self._state.value}"
+        if self._config.transport == "shm" and not shared_memory_available():
+            raise PeerUnreachable(
+                "transport 'shm' needs Linux memfd and abstract sockets; choose 'auto' or 'tcp'"
+            )
+        self._io = IoThread(f"kvferry-io-{self.incarnation[:6]}")
+        self._io.start()
+        self._state = _State.RUNNING
+        try:
+            self._open_transports(self._io)
+            for transport in self._transports.values():
+                await transport.start()
+        except BaseException:
+            self.abort()
+            raise
+        self._say_what_was_chosen()
+
+    def _open_transports(self, io: IoThread) -> None:
+        config = self._config
+        loopback = f"local-{next(_LOOPBACK_NUMBERS)}" if config.port == 0 else f"port-{config.port}"
+        tcp = shm = ""
+        if config.transport != "loopback":
+            self._tcp = TcpTransport(config, self.incarnation, self._regions, self._counters, io)
+            self._transports["tcp"] = self._tcp
+            tcp = self._tcp.address
+        if self._wants_shm:
+            shm = f"kvferry/{tcp}"  # a restart on the same port answers at the same name
+            self._shm = ShmTransport(config, self.incarnation, self._regions, io, self._copier, shm)
+            self._transports["shm"] = self._shm
+        if config.transport in ("auto", "loopback"):
+            owner = LoopbackOwner(self.incarnation, self._regions, self._counters)
+            self._loopback = LoopbackTransport(loopback, owner, self._copier)
+            self._transports["loopback"] = self._loopback
+        else:
+            loopback = ""
+        self._endpoint = Endpoint(
+            self.incarnation, process_id(), host_id(), loopback=loopback, shm=shm, tcp=tcp
+        )
+
+    def _say_what_was_chosen(self) -> None:
+        asked = self._config.transport
+        if asked != "auto":
+            _LOG.info("transfer: %s, as configured; tcp at %s", asked, self.address or "none")
+        elif self._shm is not None:
+            _LOG.info(
+                "transfer: auto chose shm for processes of this host (memfd and abstract sockets "
+                "work), loopback within this process, tcp at %s for other hosts",
+                self.address,
+            )
+        else:
+            _LOG.warning("transfer: auto fell back to tcp at %s: no shared memory", self.address)
+            self._counters.add(fallbacks=1)
+
+    def register(self, buffer: object) -> HostRegion:
+        """Register a C-contiguous numpy array, torch CPU tensor, mmap or bytearray.
+
+        A slice of what ``allocate`` returned stays reachable through shared memory.
+
+        Raises:
+            TypeError: not a buffer in host memory.
+            ValueError: not contiguous.
+            PeerClosed: the engine is closed.
+        """
+        self._check_not_closed()
+        return self._regions.register(buffer)
+
+    def allocate(self, nbytes: int) -> HostRegion:
+        """Return zeroed, page-aligned memory; peers on this host map it when shm is in use."""
+        self._check_not_closed()
+        return self._regions.allocate(nbytes, shared=self._wants_shm)
+
+    def _encode_token(self, region: HostRegion, rights: Rights, capability: bytes) -> bytes:
+        assert self._state is _State.RUNNING, f"export() while the engine is {self._state.value}"
+        shared = self._shm is not None and self._regions.shared_place(region) is not None
+        return encode_token(
+            Token(
+                version=TOKEN_VERSION,
+                endpoint=self._endpoint,
+                region_id=region.region_id,
+                nbytes=region.nbytes,
+                rights=rights,
+                capability=capability,
+                in_shared_memory=shared,
+            )
+        )
+
+    async def read(
+        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+    ) -> None:
+        """Copy ranges of a peer's region into ``into``; see ``interface.Transfer``.
+
+        Raises:
+            TransferError: see ``transfer.errors``; the ranges of ``into`` are then undefined.
+        """
+        await self._counted("r", token, ranges, into, deadline_s)
+
+    async def write(
+        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+    ) -> None:
+        """Copy ranges of ``source`` into a peer's region; see ``interface.Transfer``.
+
+        Raises:
+            TransferError: see ``transfer.errors``; the remote ranges are then undefined.
+        """
+        await self._counted("w", token, ranges, source, deadline_s)
+
+    async def _counted(
+        self,
+        right: Rights,
+        token: bytes,
+        ranges: Sequence[Range],
+        region: Region,
+        deadline_s: float,
+    ) -> None:
+        try:
+            move = self._check(right, decode_token(token), ranges, region, deadline_s)
+            if move.ranges:
+                await self._move(move)
+        except (TransferError, asyncio.CancelledError):
+            self._counters.add(operations=1, errors=1, ranges_asked=len(ranges))
+            raise
+        nbytes = total_nbytes(move.ranges)
+        moved = {"bytes_read": nbytes} if right == "r" else {"bytes_written": nbytes}
+        self._counters.add(
+            operations=1, ranges_asked=len(ranges), ranges_sent=len(move.ranges), **moved
+        )
+
+    def _check(
+        self,
+        right: Rights,
+        token: Token,
+        ranges: Sequence[Range],
+        region: Region,
+        deadline_s: float,
+    ) -> Move:
+        """Return the operation with merged ranges, or raise what is wrong with it."""
+        self._check_not_closed()
+        assert self._state is _State.RUNNING, "the engine was not started"
+        if not isinstance(region, HostRegion) or not self._regions.owns(region):
+            raise FrameInvalid("the local region is not one of this engine")
+        if region.revoked:
+            raise RegionRevoked("the local region is revoked")
+        if right == "r" and region.view.readonly:
+            raise Unauthorized("the local region is read-only; nothing can be read into it")
+        if right not in token.rights:
+            raise Unauthorized(f"the token grants {token.rights!r}, {right!r} is needed")
+        merged = plan(
+            ranges,
+            local_nbytes=region.nbytes,
+            remote_nbytes=token.nbytes,
+            destination="local" if right == "r" else "remote",
+        )
+        if merged and remaining_s(deadline_s) <= 0:
+            raise DeadlineExceeded("the deadline had passed before the operation began")
+        return Move(right, token, merged, region, deadline_s)
+
+    async def _move(self, move: Move) -> None:
+        endpoint = move.token.endpoint
+        name = choose(self._config.transport, self._endpoint, move.token)
+        if name == "shm" and endpoint.incarnation not in self._without_shm:
+            try:
+                await self._transports["shm"].move(move)
+            except ShmUnavailable as error:
+                self._without_shm.add(endpoint.incarnation)
+                self._fall_back(endpoint, str(error))
+            else:
+                return
+        if name is None:
+            raise PeerUnreachable(
+                f"transport {self._config.transport!r} does not reach {endpoint.incarnation} "
+                f"(tcp {endpoint.tcp or 'not offered'}); use 'auto' or 'tcp' on both sides"
+            )
+        if name == "tcp" and self._config.transport == "shm":
+            self._fall_back(endpoint, "its region is not in shared memory of this host")
+        await self._transports["tcp" if name == "shm" else name].move(move)
+
+    def _fall_back(self, endpoint: Endpoint, reason: str) -> None:
+        """Say once for each peer that a slower path had to be used."""
+        if endpoint.incarnation not in self._fallbacks_said:
+            self._fallbacks_said.add(endpoint.incarnation)
+            self._counters.add(fallbacks=1)
+            _LOG.warning("transfer: %s is reached by tcp, not shm: %s", endpoint.tcp, reason)
+
+    def _check_not_closed(self) -> None:
+        if self._state is _State.CLOSED:
+            raise PeerClosed("this transfer engine is closed")
+
+    async def close(self) -> None:
+        """Say goodbye to every peer, then stop. Idempotent; takes at most a fraction of a second.
+
+        Afterwards no memory of this process is touched by the engine. Operations in flight raise
+        ``PeerClosed``.
+        """
+        if self._state is not _State.RUNNING:
+            self._stop()
+            return
+        self._state = _State.CLOSED
+        self._copier.close()
+        for transport in (self._loopback, self._shm, self._tcp):
+            if transport is not None:
+                await transport.close()
+        self._stop()
+
+    def abort(self) -> None:
+        """Stop at once; peers see a broken connection. Idempotent."""
+        if self._state is _State.RUNNING:
+            for transport in (self._loopback, self._shm):
+                if transport is not None:
+                    transport.abort()
+        self._stop()
+
+    def _stop(self) -> None:
+        """Release everything. Idempotent."""
+        self._state = _State.CLOSED
+        self._copier.close()
+        if self._io is not None:
+            self._io.stop(self._release)
+        self._regions.revoke_all()
+
+    def _release(self) -> None:
+        """Close all sockets; on the I/O loop."""
+        error = PeerClosed("this transfer engine was closed")
+        if self._tcp is not None:
+            self._tcp.release(error)
+        if self._shm is not None:
+            self._shm.release(error)

@@ -1,0 +1,104 @@
+"""Transport inside one process: a plain copy from one region to another.
+
+Owns the process-wide table of loopback engines. The same checks as on a wire: incarnation,
+capability, rights, bounds, revocation. Knows no sockets; works between engines of different event
+loops and threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from transfer.copier import Access, Copier, Copy
+from transfer.counters import CounterBoard
+from transfer.errors import PeerUnreachable, Stale, Unauthorized
+from transfer.ranges import total_nbytes
+from transfer.region import HostRegion, RegionTable, check_spans
+from transfer.shm_memory import EngineState, gone_error
+from transfer.transports import Move
+
+
+class LoopbackOwner:
+    """One engine as others in this process see it."""
+
+    def __init__(self, incarnation: str, regions: RegionTable, counters: CounterBoard) -> None:
+        self.incarnation = incarnation
+        self.regions = regions
+        self.counters = counters
+        self.state = EngineState.OPEN
+
+
+class _Registry(NamedTuple):
+    lock: threading.Lock
+    owners: dict[str, LoopbackOwner]
+
+
+_REGISTRY = _Registry(threading.Lock(), {})
+
+
+class _RegionAccess(Access):
+    """Holds the remote region's gate for each piece."""
+
+    def __init__(self, region: HostRegion, owner: LoopbackOwner) -> None:
+        self._region = region
+        self._owner = owner
+
+    def enter(self) -> None:
+        if not self._region.gate.enter():
+            raise gone_error(self._owner.state)
+
+    def leave(self) -> None:
+        self._region.gate.leave()
+
+
+class LoopbackTransport:
+    """Reaches the engines of this process."""
+
+    name = "loopback"
+
+    def __init__(self, address: str, owner: LoopbackOwner, copier: Copier) -> None:
+        self._address = address
+        self._owner = owner
+        self._copier = copier
+
+    async def start(self) -> None:
+        with _REGISTRY.lock:
+            if self._address in _REGISTRY.owners:
+                raise PeerUnreachable(
+                    f"loopback address {self._address!r} is in use in this process; take port 0"
+                )
+            _REGISTRY.owners[self._address] = self._owner
+
+    async def move(self, move: Move) -> None:
+        endpoint = move.token.endpoint
+        with _REGISTRY.lock:
+            owner = _REGISTRY.owners.get(endpoint.loopback)
+        if owner is None:
+            raise PeerUnreachable(f"no engine at loopback address {endpoint.loopback!r}")
+        if owner.incarnation != endpoint.incarnation:
+            raise Stale(
+                f"loopback address {endpoint.loopback!r} is incarnation {owner.incarnation}, "
+                f"the token names {endpoint.incarnation}"
+            )
+        region = owner.regions.authorize(move.token.region_id, move.token.capability, move.right)
+        check_spans([(r.remote_offset, r.nbytes) for r in move.ranges], region.nbytes)
+        if move.right == "w" and region.view.readonly:
+            raise Unauthorized("the region is read-only")
+        access = _RegionAccess(region, owner)
+        to_local = move.right == "r"
+        copy = Copy(move.region.view, region.view, move.ranges, access, to_local)
+        await self._copier.copy(copy, move.deadline_s)
+        owner.counters.add(bytes_served=total_nbytes(move.ranges))
+
+    async def close(self) -> None:
+        self._leave(EngineState.CLOSED)
+
+    def abort(self) -> None:
+        self._leave(EngineState.ABORTED)
+
+    def _leave(self, state: EngineState) -> None:
+        with _REGISTRY.lock:
+            if _REGISTRY.owners.get(self._address) is self._owner:
+                self._owner.state = state
+                del _REGISTRY.owners[self._address]

@@ -1,0 +1,349 @@
+"""A node's seat in the cluster: ``RegistryMembership`` by channel, ``LocalMembership`` in process.
+
+Owns joining, heart-beating, watching and coming back: after a lost lease, a lost channel or a
+restart of the registry the node registers again by itself. Knows no roles' work.
+
+::
+
+    ┌──────────▶ connecting ──▶ registering ──▶ seated (heartbeats + watch stream)
+    │ back-off      │               │ refused at first: join raises; later: logged, retried
+    └───────────────┴───────────────┴──────────── any TransferError
+
+The last view stays readable while the registry is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import cast
+from urllib.parse import urlsplit
+
+from transfer.channel import LIVENESS_S, Channel, Hello, Network
+from transfer.errors import (
+    HelloRefused,
+    PeerLost,
+    PeerUnreachable,
+    RemoteFailed,
+    TransferError,
+)
+from transfer.identity import Identity
+from transfer.membership import MembershipView, NodeInfo, NodeStatus, ViewCallback
+from transfer.registry import (
+    HEARTBEAT_S,
+    REFUSED,
+    Answer,
+    Heartbeat,
+    Leave,
+    Register,
+    Registry,
+    Watch,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 2.0
+REQUEST_TIMEOUT_S = LIVENESS_S
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 1.0
+LOG_EVERY_S = 5.0  # while waiting for a registry
+LEAVE_TIMEOUT_S = 1.0
+WATCH_S = 30 * 24 * 3600.0  # streams need a deadline; a watch is simply renewed
+
+
+class Superseded(HelloRefused):
+    """Another process has joined under the same node id."""
+
+
+class _Subscribers:
+    """The present view and who wants to hear of new ones."""
+
+    def __init__(self) -> None:
+        self.view = MembershipView()
+        self._callbacks: list[ViewCallback] = []
+
+    def add(self, callback: ViewCallback) -> None:
+        self._callbacks.append(callback)
+        callback(self.view)
+
+    def publish(self, view: MembershipView) -> None:
+        self.view = view
+        for callback in self._callbacks:
+            callback(view)
+
+
+class RegistryMembership:
+    """``transfer.membership.Membership`` at a registry that listens at ``join_address``."""
+
+    def __init__(self, network: Network, join_address: str, identity: Identity) -> None:
+        self._network = network
+        self._address = join_address
+        self._identity = identity
+        self._subscribers = _Subscribers()
+        self._info: NodeInfo | None = None
+        self._status: Callable[[], NodeStatus] = NodeStatus
+        self._task: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
+        self._seated: asyncio.Future[None] | None = None
+        self._connected = False
+        self._left = False
+
+    @property
+    def view(self) -> MembershipView:
+        return self._subscribers.view
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        self._subscribers.add(callback)
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        assert info.identity == self._identity, "a seat belongs to one process life"
+        self._info = info
+        self._status = status
+        await self._start()
+
+    async def watch_only(self, *, deadline_s: float | None = None) -> None:
+        """Follow the cluster without being listed in it; returns with the first view.
+
+        Raises:
+            PeerUnreachable: no registry answered by ``deadline_s`` (None waits without limit).
+        """
+        try:
+            async with asyncio.timeout_at(deadline_s) as scope:
+                await self._start()
+        except TimeoutError as error:
+            assert scope.expired(), "nothing below raises TimeoutError"
+            text = f"no registry answered at {self._address} before the deadline; {self._remedy()}"
+            raise PeerUnreachable(text) from error
+
+    async def leave(self) -> None:
+        self._left = True
+        await self._stop()
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        if self._info is not None and not channel.closed:
+            deadline_s = asyncio.get_running_loop().time() + LEAVE_TIMEOUT_S
+            leave = Leave(node_id=self._identity.node_id, incarnation=self._identity.incarnation)
+            try:
+                await channel.request(leave, Answer, deadline_s=deadline_s)
+            except TransferError as error:
+                logger.info("left without the registry's answer: %s", error)
+        await channel.close()
+
+    def abort(self) -> None:
+        """Stop at once, without deregistering: the lease runs out. Idempotent."""
+        self._left = True
+        self._connected = False
+        if self._task is not None:
+            self._task.cancel()
+        if self._channel is not None:
+            self._channel.abort()
+
+    async def _start(self) -> None:
+        assert self._task is None, "a membership is joined once"
+        assert not self._left, "a membership that was left is not joined again"
+        loop = asyncio.get_running_loop()
+        self._seated = loop.create_future()
+        self._task = loop.create_task(self._run(), name=f"membership {self._identity.node_id}")
+        try:
+            await self._seated
+        except BaseException:
+            await self._stop()
+            raise
+
+    async def _stop(self) -> None:
+        task, self._task = self._task, None
+        self._connected = False
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self) -> None:
+        """Keep the seat until cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff_s = BACKOFF_MIN_S
+        next_log_s = loop.time()
+        while True:
+            try:
+                await self._connect()
+                backoff_s, next_log_s = BACKOFF_MIN_S, loop.time()
+                await self._keep_seat()
+            except HelloRefused as error:
+                if self._give_up(error):
+                    return
+                logger.error("registration is refused, trying again: %s", error)
+                backoff_s = BACKOFF_MAX_S
+            except TransferError as error:
+                if loop.time() >= next_log_s:
+                    next_log_s = loop.time() + LOG_EVERY_S
+                    text = "%s waits for the registry at %s (%s); %s"
+                    args = (self._identity.node_id, self._address, error, self._remedy())
+                    logger.warning(text, *args)
+            self._connected = False
+            self._drop_channel()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    def _give_up(self, error: HelloRefused) -> bool:
+        """Hand a refusal to ``join`` if it still waits; stop for good when replaced."""
+        assert self._seated is not None
+        self._connected = False
+        if not self._seated.done():
+            self._drop_channel()
+            self._seated.set_exception(error)
+            return True
+        if isinstance(error, Superseded):
+            self._drop_channel()
+            logger.error("%s", error)
+            return True
+        return False
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.abort()
+            self._channel = None
+
+    async def _connect(self) -> None:
+        deadline_s = asyncio.get_running_loop().time() + CONNECT_TIMEOUT_S
+        hello = Hello(identity=self._identity)
+        self._channel = await self._network.connect(self._address, hello, deadline_s=deadline_s)
+        await self._register()
+
+    async def _register(self) -> None:
+        if self._info is None:
+            return
+        try:
+            await self._request(Register(info=self._info, status=self._status()))
+        except RemoteFailed as error:
+            if error.code == REFUSED:
+                raise HelloRefused(error.message) from error
+            raise
+
+    async def _keep_seat(self) -> None:
+        """Heartbeat and watch side by side; the first failure of one ends both."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(), name="membership watch")
+                if self._info is not None:
+                    group.create_task(self._heartbeats(), name="membership heartbeats")
+        except* TransferError as errors:
+            first = errors.exceptions[0]
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            failure = first
+        raise failure
+
+    async def _watch(self) -> None:
+        assert self._channel is not None
+        assert self._seated is not None
+        deadline_s = asyncio.get_running_loop().time() + WATCH_S
+        stream = self._channel.stream(Watch(), MembershipView, deadline_s=deadline_s)
+        async with aclosing(cast("AsyncGenerator[MembershipView, None]", stream)) as views:
+            async for view in views:
+                self._connected = True
+                self._subscribers.publish(view)
+                if not self._seated.done():
+                    self._seated.set_result(None)
+        raise PeerLost(f"the registry at {self._address} ended the watch")
+
+    async def _heartbeats(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time() + HEARTBEAT_S
+        while True:
+            await asyncio.sleep(next_s - loop.time())
+            next_s = max(next_s + HEARTBEAT_S, loop.time())
+            beat = Heartbeat(
+                node_id=self._identity.node_id,
+                incarnation=self._identity.incarnation,
+                status=self._status(),
+            )
+            outcome = (await self._request(beat)).outcome
+            if outcome == "superseded":
+                raise Superseded(
+                    f"another process has joined as {self._identity.node_id}; this one is no "
+                    "longer listed. Give each process its own node id"
+                )
+            if outcome == "unknown":
+                logger.warning("%s lost its lease, registering again", self._identity.node_id)
+                await self._register()
+
+    async def _request(self, message: Register | Heartbeat) -> Answer:
+        assert self._channel is not None
+        deadline_s = asyncio.get_running_loop().time() + REQUEST_TIMEOUT_S
+        return await self._channel.request(message, Answer, deadline_s=deadline_s)
+
+    def _remedy(self) -> str:
+        port = urlsplit(self._address).port
+        return f"start it with: kvferry gateway --port {port}" if port else "start the gateway"
+
+
+class LocalMembership:
+    """``Membership`` of the process that hosts the registry (the gateway)."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._subscribers = _Subscribers()
+        self._info: NodeInfo | None = None
+        self._status: Callable[[], NodeStatus] = NodeStatus
+        self._timer: asyncio.TimerHandle | None = None
+        registry.on_change(self._changed)
+
+    @property
+    def view(self) -> MembershipView:
+        return self._registry.view(self._now_s())
+
+    @property
+    def connected(self) -> bool:
+        return True
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        self._subscribers.view = self.view
+        self._subscribers.add(callback)
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        assert self._info is None, "a membership is joined once"
+        self._registry.register(self._now_s(), info, status())
+        self._info, self._status = info, status
+        self._beat_later()
+
+    async def watch_only(self) -> None:
+        """Follow the cluster without being listed in it."""
+
+    async def leave(self) -> None:
+        self.abort()
+        info, self._info = self._info, None
+        if info is not None:
+            identity = info.identity
+            self._registry.leave(self._now_s(), identity.node_id, identity.incarnation)
+
+    def abort(self) -> None:
+        """Stop heart-beating at once. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _beat_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        assert self._info is not None
+        now_s, status = self._now_s(), self._status()
+        identity = self._info.identity
+        outcome = self._registry.heartbeat(now_s, identity.node_id, identity.incarnation, status)
+        if outcome != "ok":  # the loop stood still for longer than the lease
+            self._registry.register(now_s, self._info, status)
+        self._beat_later()
+
+    def _changed(self) -> None:
+        view = self.view
+        if view.version != self._subscribers.view.version:
+            self._subscribers.publish(view)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

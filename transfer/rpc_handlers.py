@@ -1,0 +1,275 @@
+"""The answering half of the asyncio shell: ``RpcServer`` runs a service's handlers.
+
+Owns the handler tasks and one connection state per client; decides nothing (``rpc_server.py``
+does). Knows no sockets: it is told frames by connection key and sends through a function.
+
+Who ends what: a dropped call cancels its task; ``close`` drops all calls and awaits their tasks.
+Invariant: a key that has left is remembered (bounded), so that frames repeated by the wire
+cannot revive it and run a handler a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from transfer.channel import Caller, Hello, RequestHandler, Service, StreamHandler
+from transfer.errors import RemoteFailed
+from transfer.rpc_frames import MAX_CONNECTIONS, Goodbye, encode_frame, encode_message, type_name
+from transfer.rpc_server import Called, Credited, Dropped, Gone, ServerCore, ServerEvent
+
+logger = logging.getLogger(__name__)
+
+
+class _Connection:
+    """One client of an ``RpcServer``: its core, its handler tasks, its timer."""
+
+    __slots__ = ("core", "credit", "key", "tasks", "timer", "timer_s")
+
+    def __init__(self, key: bytes, hello: Hello) -> None:
+        self.key = key
+        self.core = ServerCore(hello)
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.credit: dict[int, asyncio.Event] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_s = 0.0
+
+
+class RpcServer:
+    """Runs a service's handlers for any number of clients, each named by a wire's ``key``.
+
+    ``send(key, frame)`` must not block; the wire's owner calls ``on_frame`` and ``on_gone``.
+    """
+
+    def __init__(
+        self, service: Service, hello: Hello, send: Callable[[bytes, bytes], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._service = service
+        self._hello = hello
+        self._send = send
+        self._connections: dict[bytes, _Connection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._types: dict[str, type[msgspec.Struct]] = {}
+        self._gone: dict[bytes, None] = {}  # the last MAX_CONNECTIONS keys that left, oldest first
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_running(self) -> int:
+        """Handlers that run at this moment."""
+        return len(self._tasks)
+
+    def on_frame(self, key: bytes, frame: bytes) -> None:
+        """Take one frame of the client ``key``."""
+        if self._closed:
+            return
+        connection = self._connections.get(key)
+        if connection is None:
+            if key in self._gone:
+                self._send(key, encode_frame(Goodbye("this channel has ended", orderly=False)))
+                return
+            self._make_room()
+            connection = self._connections[key] = _Connection(key, self._hello)
+        self._after(connection, connection.core.on_frame(self._loop.time(), frame))
+        if connection.core.peer is None:  # nothing but a hello makes a connection worth keeping
+            self._forget(connection)
+
+    def on_gone(self, key: bytes, reason: str) -> None:
+        """Take the news that the wire of ``key`` has no far end any more."""
+        connection = self._connections.get(key)
+        if connection is not None:
+            self._after(connection, connection.core.leave(reason))
+
+    def probe(self) -> None:
+        """Send every client a frame without meaning; the wire reports who has gone."""
+        for connection in list(self._connections.values()):
+            connection.core.probe()
+            self._after(connection, [])
+
+    def shutdown(self) -> None:
+        """Say goodbye to every client and cancel all handlers; idempotent."""
+        goodbye = Goodbye("the peer shuts down", orderly=True)
+        for connection in list(self._connections.values()):
+            self._after(connection, connection.core.leave("shutdown", goodbye))
+        self._closed = True
+
+    async def close(self) -> None:
+        """Shut down and wait for the end of all handlers; idempotent."""
+        self.shutdown()
+        current = asyncio.current_task()
+        tasks = [task for task in self._tasks if task is not current]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def abort(self) -> None:
+        """Cancel all handlers at once, without goodbye; idempotent."""
+        for connection in list(self._connections.values()):
+            connection.core.outbox.clear()
+            self._after(connection, connection.core.leave("aborted"))
+        self._closed = True
+
+    def _make_room(self) -> None:
+        if len(self._connections) < MAX_CONNECTIONS:
+            return
+        idle = (c for c in self._connections.values() if c.core.num_running == 0)
+        oldest = min(idle, key=lambda c: c.core.heard_s, default=None)
+        if oldest is None:
+            oldest = min(self._connections.values(), key=lambda c: c.core.heard_s)
+        self.counters["evicted_connection"] += 1
+        goodbye = Goodbye("too many connections", orderly=False)
+        self._after(oldest, oldest.core.leave("too many connections", goodbye))
+
+    def _after(self, connection: _Connection, events: list[ServerEvent]) -> None:
+        for event in events:
+            self._perform(connection, event)
+        core = connection.core
+        if core.outbox:
+            frames, core.outbox = core.outbox, []
+            for frame in frames:
+                self._send(connection.key, frame)
+        next_s = core.next_timer_s()
+        if next_s is not None and connection.timer is None:  # lazy: may fire early, then re-arms
+            connection.timer_s = next_s
+            connection.timer = self._loop.call_at(next_s, self._tick, connection)
+
+    def _tick(self, connection: _Connection) -> None:
+        connection.timer = None
+        now_s = max(self._loop.time(), connection.timer_s)  # may fire early, by its resolution
+        self._after(connection, connection.core.tick(now_s))
+
+    def _perform(self, connection: _Connection, event: ServerEvent) -> None:
+        match event:
+            case Called():
+                self._call(connection, event)
+            case Dropped():
+                if (task := connection.tasks.get(event.id)) is not None:
+                    task.cancel()
+            case Credited():
+                if (credit := connection.credit.get(event.id)) is not None:
+                    credit.set()
+            case Gone():
+                self._forget(connection)
+                self._gone[connection.key] = None
+                if len(self._gone) > MAX_CONNECTIONS:
+                    del self._gone[next(iter(self._gone))]
+
+    def _forget(self, connection: _Connection) -> None:
+        self.counters.update(connection.core.counters)
+        connection.core.counters.clear()
+        self._connections.pop(connection.key, None)
+        if connection.timer is not None:
+            connection.timer.cancel()
+            connection.timer = None
+
+    def _call(self, connection: _Connection, call: Called) -> None:
+        peer = connection.core.peer
+        assert peer is not None, "calls come after the hello"
+        message_type = self._type(call.name)
+        if message_type is None or (message_type in self._service.streams) != call.is_stream:
+            kind = "stream" if call.is_stream else "request"
+            text = f"{self._hello.identity.node_id} has no {kind} handler for {call.name!r}"
+            connection.core.fail(call.id, "unknown_message", text)
+            return
+        try:
+            message = msgspec.msgpack.decode(call.payload, type=message_type)
+        except msgspec.MsgspecError as error:
+            connection.core.fail(call.id, "bad_message", f"{call.name}: {error}")
+            return
+        caller = Caller(peer, self._loop.time() + call.timeout_s)
+        if call.is_stream:
+            stream = self._run_stream(
+                connection, call.id, self._service.streams[message_type], message, caller
+            )
+            self._spawn(connection, call, stream)
+        else:
+            request = self._run_request(
+                connection, call.id, self._service.requests[message_type], message, caller
+            )
+            self._spawn(connection, call, request)
+
+    def _type(self, name: str) -> type[msgspec.Struct] | None:
+        if name not in self._types:  # a service may grow after it is served
+            known = [*self._service.requests, *self._service.streams]
+            self._types = {type_name(t): t for t in known}
+            assert len(self._types) == len(known), "two message types share one name"
+        return self._types.get(name)
+
+    def _spawn(
+        self, connection: _Connection, call: Called, coroutine: Coroutine[Any, Any, None]
+    ) -> None:
+        task: asyncio.Task[None] = self._loop.create_task(coroutine, name=f"rpc {call.name}")
+        connection.tasks[call.id] = task
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            del connection.tasks[call.id]
+            if not task.cancelled():
+                task.result()  # only our own bugs get here: handlers' errors were answered
+            connection.core.fail(call.id, "internal", f"the handler of {call.name} was cancelled")
+            self._after(connection, [])
+
+        task.add_done_callback(done)
+
+    async def _run_request(
+        self,
+        connection: _Connection,
+        id_: int,
+        handler: RequestHandler,
+        message: Any,
+        caller: Caller,
+    ) -> None:
+        try:
+            reply = await handler(message, caller)
+            connection.core.reply(id_, encode_message(reply))
+        except RemoteFailed as error:
+            connection.core.fail(id_, error.code, error.message)
+        except Exception as error:  # noqa: BLE001 - logged with its traceback and answered
+            self._internal(connection, id_, message, error)
+        self._after(connection, [])
+
+    async def _run_stream(
+        self,
+        connection: _Connection,
+        id_: int,
+        handler: StreamHandler,
+        message: Any,
+        caller: Caller,
+    ) -> None:
+        core = connection.core
+        credit = connection.credit[id_] = asyncio.Event()
+        try:
+            items = handler(message, caller)
+            async with AsyncExitStack() as stack:
+                if (aclose := getattr(items, "aclose", None)) is not None:
+                    stack.push_async_callback(aclose)
+                async for item in items:
+                    while not core.may_send(id_):
+                        credit.clear()
+                        await credit.wait()
+                    core.item(id_, encode_message(item))
+                    self._after(connection, [])
+            core.end(id_)
+        except RemoteFailed as error:
+            core.fail(id_, error.code, error.message)
+        except Exception as error:  # noqa: BLE001 - logged with its traceback and answered
+            self._internal(connection, id_, message, error)
+        finally:
+            del connection.credit[id_]
+        self._after(connection, [])
+
+    def _internal(self, connection: _Connection, id_: int, message: Any, error: Exception) -> None:
+        name = type(message).__name__
+        logger.exception("handler of %s failed", name, exc_info=error)
+        connection.core.fail(id_, "internal", f"{name}: {type(error).__name__}: {error}")

@@ -1,0 +1,101 @@
+"""Transport over tcp: reaches every peer, on any host.
+
+Owns one server and the peers this engine talks to. All sockets live on the I/O thread; this file is
+the bridge from the application's loop. Peers are keyed by address *and* incarnation, each with
+connections of its own: a slow peer slows nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from transfer.config import TransferConfig
+from transfer.counters import CounterBoard
+from transfer.errors import PeerClosed, TransferError
+from transfer.io_thread import IoThread
+from transfer.region import RegionTable
+from transfer.tcp_client import TcpPeer
+from transfer.tcp_operation import TcpOperation
+from transfer.tcp_server import TcpServer
+from transfer.tcp_sockets import join_address, listen
+from transfer.transports import Move
+
+
+class TcpTransport:
+    """Serves this engine's regions and reaches those of others."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        incarnation: str,
+        regions: RegionTable,
+        counters: CounterBoard,
+        io: IoThread,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._io = io
+        self._server = TcpServer(config, incarnation, regions, counters)
+        self._sock = listen(config.host, config.port)
+        self.port: int = self._sock.getsockname()[1]
+        self.address = join_address(config.advertised, self.port)
+        self._peers: dict[tuple[str, str], TcpPeer] = {}  # touched on the I/O loop only
+
+    async def start(self) -> None:
+        self._io.call(self._server.serve, self._sock)
+
+    async def move(self, move: Move) -> None:
+        config = self._config
+        operation = TcpOperation(
+            move, max_ranges=config.max_ranges_per_request, max_nbytes=config.request_nbytes
+        )
+        self._io.call(self._submit, operation)
+        try:
+            await operation.wait()
+        except BaseException:
+            self._forget_soon(operation)
+            raise
+
+    def _submit(self, operation: TcpOperation) -> None:
+        endpoint = operation.move.token.endpoint
+        key = (endpoint.tcp, endpoint.incarnation)
+        peer = self._peers.get(key)
+        if peer is None:
+            self._peers = {k: p for k, p in self._peers.items() if not p.idle}
+            peer = TcpPeer(self._config, self._incarnation, *key)
+            self._peers[key] = peer
+        peer.submit(operation)
+
+    def _forget_soon(self, operation: TcpOperation) -> None:
+        try:
+            self._io.call(self._forget, operation)
+        except PeerClosed:
+            pass  # the I/O thread is gone, and with it every operation
+
+    def _forget(self, operation: TcpOperation) -> None:
+        endpoint = operation.move.token.endpoint
+        peer = self._peers.get((endpoint.tcp, endpoint.incarnation))
+        if peer is not None:
+            peer.forget(operation)
+
+    async def close(self) -> None:
+        await self._io.run(self._finish())
+
+    async def _finish(self) -> None:
+        """Own operations end first; then both sides say goodbye, all at the same time."""
+        error = PeerClosed("this transfer engine was closed")
+        await asyncio.gather(
+            self._server.finish(), *(peer.finish(error) for peer in self._peers.values())
+        )
+
+    def abort(self) -> None:
+        self.release(PeerClosed("this transfer engine was aborted"))
+
+    def release(self, error: TransferError) -> None:
+        """Close every socket at once. On the I/O loop, or after it has ended."""
+        self._server.abort(error)
+        self._sock.close()
+        for peer in self._peers.values():
+            peer.abort(error)

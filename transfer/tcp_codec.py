@@ -1,0 +1,181 @@
+"""The wire format of bulk tcp connections. Sans-I/O: bytes in, frames out.
+
+Owns headers, message bodies and the mapping between errors and status codes. Knows no sockets.
+
+Every frame is a 24-byte little-endian header and a body::
+
+    0      4   5   6       8            16           24
+    | magic|op |pad| status| request_id | body_nbytes| body ...
+    | KVF1 | u8| u8| u16   | u64        | u64        |
+
+Requests travel from the side that connected ("client") to the side that accepted ("server")::
+
+    client                                  server
+    HELLO  {protocol, incarnation, nonce} ─▶
+                                          ◀─ HELLO {protocol, incarnation, nonce, proof}
+    PROOF  {proof}                        ─▶
+                                          ◀─ READY
+    READ   {region, capability, spans}    ─▶
+                                          ◀─ DATA ... DATA, DONE
+    WRITE  {region, capability, spans}    ─▶
+    DATA ... DATA                         ─▶
+                                          ◀─ DONE         (every byte is in the region)
+    CANCEL                                ─▶              (READ: answered with DONE)
+    GOODBYE                               ◀─▶             (either side: closing in order)
+
+DATA frames of different requests interleave; those of one request are in order.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from transfer.errors import (
+    DeadlineExceeded,
+    FrameInvalid,
+    HelloRefused,
+    PeerClosed,
+    RegionRevoked,
+    Stale,
+    TransferError,
+    Unauthorized,
+)
+
+TCP_PROTOCOL_VERSION = 1
+MAGIC = b"KVF1"
+HEADER = struct.Struct("<4sBxHQQ")
+HEADER_NBYTES = HEADER.size
+MAX_CONTROL_NBYTES = 128 * 1024  # body of any frame but DATA: 4096 spans and change
+MAX_DATA_NBYTES = 64 << 20  # body of one DATA frame
+
+
+class Op(IntEnum):
+    HELLO = 1
+    PROOF = 2
+    READY = 3
+    READ = 4
+    WRITE = 5
+    DATA = 6
+    DONE = 7
+    CANCEL = 8
+    GOODBYE = 9
+
+
+class Header(NamedTuple):
+    op: Op
+    status: int
+    request_id: int
+    body_nbytes: int
+
+
+class HelloBody(msgspec.Struct, frozen=True):
+    """``expected`` names the incarnation that a client wants; ``proof`` is the server's."""
+
+    protocol: int
+    incarnation: str
+    nonce: bytes
+    expected: str = ""
+    proof: bytes = b""
+
+
+class ProofBody(msgspec.Struct, frozen=True):
+    proof: bytes
+
+
+class RequestBody(msgspec.Struct, frozen=True, array_like=True):
+    """READ and WRITE. ``spans`` packs (offset, nbytes) as little-endian u64 pairs."""
+
+    region_id: int
+    capability: bytes
+    spans: bytes
+
+    def unpack(self) -> list[tuple[int, int]]:
+        if not self.spans or len(self.spans) % 16:
+            raise FrameInvalid(f"{len(self.spans)} bytes are no list of spans")
+        return [(offset, nbytes) for offset, nbytes in struct.iter_unpack("<QQ", self.spans)]
+
+
+def pack_spans(spans: list[tuple[int, int]]) -> bytes:
+    flat = [number for span in spans for number in span]
+    return struct.pack(f"<{len(flat)}Q", *flat)
+
+
+# The order is the wire format: append only. RemoteFailed and PeerLost never travel.
+STATUS_ERRORS: tuple[type[TransferError], ...] = (
+    FrameInvalid,
+    Unauthorized,
+    RegionRevoked,
+    Stale,
+    HelloRefused,
+    PeerClosed,
+    DeadlineExceeded,
+)
+
+
+def status_of(error: TransferError | None) -> int:
+    """Return the status code: 0 is success."""
+    return 0 if error is None else STATUS_ERRORS.index(type(error)) + 1
+
+
+def error_of(status: int, text: bytes) -> TransferError | None:
+    """Return the error a peer reported; None for success."""
+    if status == 0:
+        return None
+    if status > len(STATUS_ERRORS):
+        return FrameInvalid(f"unknown status {status} from the peer")
+    return STATUS_ERRORS[status - 1](text.decode("utf-8", "replace") or "refused by the peer")
+
+
+def encode_header(op: Op, request_id: int = 0, body_nbytes: int = 0, status: int = 0) -> bytes:
+    return HEADER.pack(MAGIC, op, status, request_id, body_nbytes)
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """Return the header.
+
+    Raises:
+        FrameInvalid: wrong magic, unknown op, or a body longer than the limit of its op.
+    """
+    magic, op, status, request_id, body_nbytes = HEADER.unpack(data)
+    if magic != MAGIC:
+        raise FrameInvalid(f"bad magic {magic!r}: the peer does not speak kvferry bulk transfer")
+    try:
+        known = Op(op)
+    except ValueError as error:
+        raise FrameInvalid(f"unknown op {op}") from error
+    limit = MAX_DATA_NBYTES if known is Op.DATA else MAX_CONTROL_NBYTES
+    if body_nbytes > limit or (known is Op.DATA and body_nbytes == 0):
+        raise FrameInvalid(f"{known.name} frame with a body of {body_nbytes} bytes")
+    return Header(known, status, request_id, body_nbytes)
+
+
+def control_frame(
+    op: Op, request_id: int = 0, body: msgspec.Struct | bytes = b"", status: int = 0
+) -> bytes:
+    """Return a whole frame of any op but DATA."""
+    data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    assert len(data) <= MAX_CONTROL_NBYTES, f"{op.name} body of {len(data)} bytes"
+    return encode_header(op, request_id, len(data), status) + data
+
+
+def done_frame(request_id: int, error: TransferError | None) -> bytes:
+    return control_frame(Op.DONE, request_id, str(error or "")[:500].encode(), status_of(error))
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def decode_body(data: bytes, body_type: type[B]) -> B:
+    """Return the body.
+
+    Raises:
+        FrameInvalid: the bytes are not a ``body_type``.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=body_type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FrameInvalid(f"not a {body_type.__name__}: {error}") from error

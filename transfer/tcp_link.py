@@ -1,0 +1,190 @@
+"""One established tcp connection on the I/O loop: the shell around reader and writer.
+
+Owns the socket and its registration with the loop. Knows frames only as what reader and writer
+make of them. Runs on the I/O thread only. ``on_lost`` is called exactly once, after which neither
+socket nor any memory is touched by this link.
+
+::
+
+    open ──finish()──▶ saying goodbye ──flushed / limit──▶ closed
+      └──── close(error), error of the socket, end of stream, broken protocol ────▶ closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from transfer.errors import PeerClosed, PeerLost, TransferError
+from transfer.tcp_codec import Op, control_frame
+from transfer.tcp_reader import FrameHandler, FrameReader
+from transfer.tcp_sockets import LIVENESS_CHECK_S, LIVENESS_S, lost, peer_vanished, tcp_info
+from transfer.tcp_writer import FrameWriter, Source
+
+_LOG = logging.getLogger(__name__)
+
+TURN_NBYTES = 4 << 20  # moved for one connection before the others get their turn
+GOODBYE_LIMIT_S = 0.25
+
+
+class LinkHandler(FrameHandler, Protocol):
+    """What a connection is used for."""
+
+    @property
+    def busy(self) -> bool:
+        """True while an answer of the peer is awaited."""
+        ...
+
+    def on_lost(self, error: TransferError) -> None: ...
+
+
+class Link:
+    """Reads and writes without blocking, fairly towards other links."""
+
+    def __init__(
+        self, sock: socket.socket, handler: LinkHandler, *, piece_nbytes: int, name: str
+    ) -> None:
+        self._sock = sock
+        self._handler = handler
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(handler)
+        self._writer = FrameWriter(piece_nbytes)
+        self._pumping = False
+        self._waits_writable = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._flushed: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.peer_said_goodbye = False
+        self.finishing = False
+        self.closed = False
+        self.name = name
+        self._loop.add_reader(sock, self._on_readable)
+
+    def send(self, frame: bytes) -> None:
+        """Queue a control frame and start sending."""
+        if not self.closed:
+            self._writer.put(frame)
+            self._pump()
+
+    def add(self, source: Source) -> None:
+        """Queue payload and start sending."""
+        if not self.closed:
+            self._writer.add(source)
+            self._pump()
+
+    def _receive(self, buffers: Sequence[memoryview]) -> int:
+        return self._sock.recvmsg_into(buffers)[0]
+
+    def _transmit(self, buffers: Sequence[memoryview]) -> int:
+        return self._sock.sendmsg(buffers)
+
+    def _on_readable(self) -> None:
+        budget = TURN_NBYTES
+        try:
+            while budget > 0 and not self.closed:
+                count = self._reader.fill(self._receive)
+                if count == 0:
+                    self.close(self._end_of_stream())
+                budget -= count
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.close(lost(error, self.name))
+        except TransferError as error:
+            if not self.closed:
+                _LOG.warning("dropping the connection to %s: %s", self.name, error)
+            self.close(error)
+
+    def _end_of_stream(self) -> TransferError:
+        if self.peer_said_goodbye and not self._reader.mid_frame:
+            return PeerClosed(f"{self.name} closed in order")
+        return PeerLost(f"{self.name} closed the connection without a goodbye")
+
+    def _pump(self) -> None:
+        """Send until the socket takes no more, nothing is left, or the turn is over."""
+        if self._pumping or self.closed:
+            return
+        self._pumping = True
+        try:
+            budget = TURN_NBYTES
+            while budget > 0 and (count := self._writer.pump(self._transmit)):
+                budget -= count
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.close(lost(error, self.name))
+            return
+        finally:
+            self._pumping = False
+        self._await_writable(not self._writer.idle)
+        self.watch()
+
+    def _await_writable(self, wanted: bool) -> None:
+        if wanted and not self._waits_writable:
+            self._loop.add_writer(self._sock, self._pump)
+        elif not wanted and self._waits_writable:
+            self._loop.remove_writer(self._sock)
+        self._waits_writable = wanted
+        if not wanted and self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+
+    def watch(self) -> None:
+        """Check the peer's liveness while something is outstanding; costs nothing when idle."""
+        if self._watch is None and not self.closed and self._outstanding:
+            self._watch = self._loop.call_later(LIVENESS_CHECK_S, self._check_liveness)
+
+    @property
+    def _outstanding(self) -> bool:
+        return self._handler.busy or not self._writer.idle
+
+    def _check_liveness(self) -> None:
+        self._watch = None
+        info = tcp_info(self._sock)
+        if info is not None and peer_vanished(info):
+            self.close(PeerLost(f"{self.name} has not acknowledged for {LIVENESS_S} s"))
+        self.watch()
+
+    async def finish(self) -> None:
+        """Complete the frame that is on its way, say goodbye, close. At most GOODBYE_LIMIT_S.
+
+        The socket is closed only after the peer has closed its side: unread bytes would make the
+        kernel send a reset, which can overtake the goodbye.
+        """
+        if self.closed:
+            return
+        self.finishing = True
+        self._writer.drop_all()
+        self._flushed = self._loop.create_future()
+        self.send(control_frame(Op.GOODBYE))
+        try:
+            async with asyncio.timeout(GOODBYE_LIMIT_S):
+                await self._flushed
+                if not self.closed:
+                    self._sock.shutdown(socket.SHUT_WR)
+                    await self._ended
+        except TimeoutError:
+            _LOG.info("%s did not take the goodbye in time", self.name)
+        except OSError as error:
+            _LOG.info("%s was gone before the goodbye: %s", self.name, error)
+        self.close(PeerClosed("this transfer engine was closed"))
+
+    def close(self, error: TransferError) -> None:
+        """Close at once; the handler is told ``error``. Idempotent."""
+        if self.closed:
+            return
+        if self.finishing:
+            error = PeerClosed("this transfer engine was closed")
+        self.closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        self._loop.remove_reader(self._sock)
+        if self._waits_writable:
+            self._loop.remove_writer(self._sock)
+        self._sock.close()
+        for waiter in (self._flushed, self._ended):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+        self._handler.on_lost(error)

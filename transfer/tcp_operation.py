@@ -1,0 +1,104 @@
+"""One read or write over tcp, seen from both threads.
+
+Owns the hand-over between the application's loop, which waits, and the I/O loop, which moves bytes.
+Invariant: after ``wait`` has returned, raised or was cancelled, the local memory is not touched:
+the gate is closed, and closing waits for the one piece that may be in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from transfer.cursor import Cursor
+from transfer.errors import DeadlineExceeded, TransferError
+from transfer.gate import Gate
+from transfer.interface import Range
+from transfer.ranges import split, total_nbytes
+from transfer.tcp_codec import Op, RequestBody, control_frame, pack_spans
+from transfer.tcp_reader import Sink
+from transfer.tcp_writer import Source
+from transfer.transports import Move
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A part of an operation that fits one frame and the window."""
+
+    operation: TcpOperation
+    ranges: list[Range]
+    nbytes: int
+    sink: Sink | None = field(default=None)
+    source: Source | None = field(default=None)
+
+    def frame(self, request_id: int) -> bytes:
+        move = self.operation.move
+        spans = [(r.remote_offset, r.nbytes) for r in self.ranges]
+        body = RequestBody(move.token.region_id, move.token.capability, pack_spans(spans))
+        return control_frame(Op.READ if move.right == "r" else Op.WRITE, request_id, body)
+
+    def cursor(self) -> Cursor:
+        spans = [(r.local_offset, r.nbytes) for r in self.ranges]
+        return Cursor(self.operation.move.region.view, spans)
+
+
+class TcpOperation:
+    """Created on the application's loop; ``take`` and ``settle`` are called on the I/O loop."""
+
+    def __init__(self, move: Move, *, max_ranges: int, max_nbytes: int) -> None:
+        self.move = move
+        self.gate = Gate()
+        self.finished = False
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[None] = self._loop.create_future()
+        self._parts: Iterator[list[Range]] = split(
+            move.ranges, max_ranges=max_ranges, max_nbytes=max_nbytes
+        )
+        self._bytes_left = total_nbytes(move.ranges)
+
+    def take(self) -> Request | None:
+        """Return the next request; None when all were taken or the operation is over."""
+        part = None if self.finished else next(self._parts, None)
+        return None if part is None else Request(self, part, total_nbytes(part))
+
+    def settle(self, request: Request) -> None:
+        """One request succeeded."""
+        self._bytes_left -= request.nbytes
+        if self._bytes_left == 0:
+            self.finish(None)
+
+    def finish(self, error: TransferError | None) -> None:
+        """Complete the operation; only the first call counts."""
+        if self.finished:
+            return
+        self.finished = True
+        try:
+            self._loop.call_soon_threadsafe(self._resolve, error)
+        except RuntimeError:  # the application's loop is closed: nobody waits
+            self.gate.close()
+
+    def _resolve(self, error: TransferError | None) -> None:
+        if self._future.done():
+            return
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    async def wait(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            DeadlineExceeded: the operation's deadline passed first.
+            TransferError: what it failed with.
+        """
+        try:
+            async with asyncio.timeout_at(self.move.deadline_s):
+                await self._future
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._bytes_left} bytes had not moved when the deadline passed"
+            ) from None
+        finally:
+            self.gate.close()

@@ -1,0 +1,275 @@
+"""Control channels over ZeroMQ: one ROUTER socket per listener, one DEALER per channel.
+
+Owns sockets, their options and the translation of ZeroMQ's errors. Knows no protocol: frames go
+to ``rpc.py`` and ``rpc_handlers.py``. Never blocks the loop: sends are non-blocking (a full queue
+counts as a lost peer), names are resolved and connections made on ZeroMQ's own thread.
+
+A broken connection is noticed at once: a DEALER's monitor reports it; a ROUTER's monitor makes
+the listener send every client an empty frame, and those that have gone are refused by the socket
+(``ROUTER_MANDATORY``). Silence without a break is noticed by the protocol's own liveness.
+
+Security: only loopback addresses are bound unless ``allow_remote``. With a ``secret``, CURVE
+encrypts every channel; the server's key pair is derived from the secret, and CURVE never shows a
+server's public key, so only holders of the secret can complete the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import logging
+import socket as stdlib_socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+from transfer.channel import Channel, Hello, Listener, Service
+from transfer.errors import PeerClosed, PeerUnreachable
+from transfer.rpc import RpcChannel
+from transfer.rpc_frames import MAX_CONNECTIONS, MAX_FRAME_NBYTES
+from transfer.rpc_handlers import RpcServer
+from transfer.zmq_socket import LoopSocket
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_FRAMES = 8192  # per socket and direction
+GOODBYE_LINGER_MS = 50  # how long an orderly close may still flush
+RECONNECT_MS = 50  # while a listener is not up yet
+RECONNECT_MAX_MS = 500
+RECHECK_S = 0.05  # second look at a listener's clients after a break
+
+
+def _curve_keys(secret: str) -> tuple[bytes, bytes]:
+    """Return the server's (public, secret) CURVE keys that belong to a cluster secret."""
+    seed = hashlib.sha256(b"kvferry/curve/1\0" + secret.encode()).digest()
+    server_secret = z85.encode(seed)
+    return zmq.curve_public(server_secret), server_secret
+
+
+def _is_loopback(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _outward_host() -> str:
+    """Return this machine's address as others see it; sends nothing (a UDP connect only routes)."""
+    with stdlib_socket.socket(stdlib_socket.AF_INET, stdlib_socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, never answered
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+class _DealerWire:
+    """The wire of one channel."""
+
+    def __init__(
+        self, socket: zmq.Socket[Any], hello: Hello, address: str, net: ZmqNetwork
+    ) -> None:
+        self.channel = RpcChannel(hello, self, address, on_closed=net.forget_channel)
+        self._socket = LoopSocket(socket, self._on_message, self._on_break)
+
+    def send(self, frame: bytes) -> None:
+        try:
+            self._socket.send([frame])
+        except zmq.ZMQError as error:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.channel.on_lost, f"cannot send: {error.strerror}")
+
+    def close(self, *, flush: bool) -> None:
+        self._socket.close(linger_ms=GOODBYE_LINGER_MS if flush else 0)
+
+    def _on_message(self, parts: list[bytes]) -> None:
+        self.channel.on_frame(parts[-1])
+
+    def _on_break(self) -> None:
+        self.channel.on_lost("the connection broke")
+
+
+class ZmqListener:
+    """``transfer.channel.Listener`` at one ROUTER socket."""
+
+    def __init__(
+        self, socket: zmq.Socket[Any], service: Service, hello: Hello, net: ZmqNetwork
+    ) -> None:
+        self._network = net
+        self._loop = asyncio.get_running_loop()
+        self._raw = socket
+        self._endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._address = self._endpoint
+        if urlsplit(self._endpoint).hostname == "0.0.0.0":
+            self._address = self._endpoint.replace("0.0.0.0", _outward_host(), 1)
+        self.server = RpcServer(service, hello, self._send)
+        self._socket = LoopSocket(socket, self._on_message, self._on_break)
+        self._recheck: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def _send(self, key: bytes, frame: bytes) -> None:
+        try:
+            self._socket.send([key, frame])
+        except zmq.ZMQError as error:
+            self._loop.call_soon(self.server.on_gone, key, f"cannot send: {error.strerror}")
+
+    def _on_message(self, parts: list[bytes]) -> None:
+        if len(parts) == 2:
+            self.server.on_frame(parts[0], parts[1])
+        else:
+            self.server.counters["invalid"] += 1
+
+    def _on_break(self) -> None:
+        self.server.probe()
+        if self._recheck is None:  # the socket may learn of the break a little later
+            self._recheck = self._loop.call_later(RECHECK_S, self._probe_again)
+
+    def _probe_again(self) -> None:
+        self._recheck = None
+        self.server.probe()
+
+    async def close(self) -> None:
+        """Stop accepting, say goodbye, cancel handlers and await them; idempotent."""
+        if not self._closed:
+            self.server.shutdown()
+            self._release_port()
+        await self.server.close()
+        self._socket.close(linger_ms=GOODBYE_LINGER_MS)
+
+    def abort(self) -> None:
+        """Stop at once; idempotent."""
+        if not self._closed:
+            self._release_port()
+        self.server.abort()
+        self._socket.close(linger_ms=0)
+
+    def _release_port(self) -> None:
+        self._closed = True
+        self._network.forget_listener(self)
+        if self._recheck is not None:
+            self._recheck.cancel()
+        self._raw.unbind(self._endpoint)  # before close, so that the port is free at once
+
+
+class ZmqNetwork:
+    """``transfer.channel.Network`` over ZeroMQ and TCP (or ``ipc://``).
+
+    Args:
+        allow_remote: permit to listen on addresses other than loopback.
+        secret: cluster secret; both sides of every channel need the same one.
+    """
+
+    def __init__(self, *, allow_remote: bool = False, secret: str | None = None) -> None:
+        self._allow_remote = allow_remote
+        self._curve = None if secret is None else _curve_keys(secret)
+        self._context: zmq.Context[Any] | None = None
+        self._channels: dict[RpcChannel, None] = {}
+        self._listeners: dict[ZmqListener, None] = {}
+        self._closed = False
+
+    async def listen(self, service: Service, hello: Hello, bind: str) -> Listener:
+        self._check_bind(bind)
+        socket = self._socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)  # unbind cuts connections: goodbye first
+        socket.setsockopt(zmq.BACKLOG, min(MAX_CONNECTIONS, 1024))
+        if self._curve is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve[1])
+        try:
+            socket.bind(bind)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise PeerUnreachable(
+                f"cannot listen at {bind}: {error.strerror}; stop the process that holds the "
+                "address or choose another one (port 0 takes a free port)"
+            ) from error
+        listener = ZmqListener(socket, service, hello, self)
+        self._listeners[listener] = None
+        return listener
+
+    async def connect(self, address: str, hello: Hello, *, deadline_s: float) -> Channel:
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        if self._curve is not None:
+            public, secret = zmq.curve_keypair()
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._curve[0])
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise PeerUnreachable(
+                f"cannot connect to {address!r}: {error.strerror}; expected tcp://host:port"
+            ) from error
+        channel = _DealerWire(socket, hello, address, self).channel
+        self._channels[channel] = None
+        try:
+            await channel.open(deadline_s)
+        except BaseException:
+            channel.abort()
+            raise
+        return channel
+
+    async def close(self) -> None:
+        """Close every channel and listener in order; idempotent."""
+        self._closed = True
+        for channel in list(self._channels):
+            await channel.close()
+        for listener in list(self._listeners):
+            await listener.close()
+        self._terminate()
+
+    def abort(self) -> None:
+        """Close everything at once, without goodbye; idempotent."""
+        self._closed = True
+        for channel in list(self._channels):
+            channel.abort()
+        for listener in list(self._listeners):
+            listener.abort()
+        self._terminate()
+
+    def forget_channel(self, channel: RpcChannel) -> None:
+        self._channels.pop(channel, None)
+
+    def forget_listener(self, listener: ZmqListener) -> None:
+        self._listeners.pop(listener, None)
+
+    def _terminate(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.term()  # all sockets are closed: waits for the goodbyes, at most their linger
+
+    def _check_bind(self, bind: str) -> None:
+        if not bind.startswith("tcp://") or self._allow_remote or _is_loopback(bind):
+            return
+        raise PeerUnreachable(
+            f"will not listen at {bind}: it is reachable from other machines; bind to "
+            "tcp://127.0.0.1:0, or allow remote peers (and set a cluster secret)"
+        )
+
+    def _socket(self, kind: int) -> zmq.Socket[Any]:
+        if self._closed:
+            raise PeerClosed("the network of this process is closed")
+        if self._context is None:
+            self._context = zmq.Context(io_threads=1)
+            self._context.set(zmq.MAX_SOCKETS, 2 * MAX_CONNECTIONS)
+        socket: zmq.Socket[Any] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        return socket
