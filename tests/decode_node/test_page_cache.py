@@ -1,0 +1,178 @@
+"""The page cache against a naive model, and its rules one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decode_node.page_cache import PageCache
+from decode_node.page_holds import PageHolds
+from engine.page_allocator import PageAllocator
+from kvstore.events import KvEventLog, PagesRemoved, PagesStored
+from kvstore.page import PageId, PageKey
+
+
+def key(*path: int) -> PageKey:
+    return PageKey(bytes(path))
+
+
+def new_cache(num_pages: int) -> tuple[PageAllocator, PageCache, KvEventLog]:
+    allocator, log = PageAllocator(num_pages), KvEventLog()
+    return allocator, PageCache(allocator, log), log
+
+
+def put(allocator: PageAllocator, cache: PageCache, *path: int) -> PageId:
+    """Cache a fresh page under ``path`` that nobody but the cache holds."""
+    (page_id,) = allocator.allocate(1) or [None]
+    assert page_id is not None
+    assert cache.insert(key(*path), key(*path[:-1]) if len(path) > 1 else None, page_id)
+    allocator.release([page_id])
+    return page_id
+
+
+def test_match_returns_the_longest_cached_prefix_with_a_holder_each() -> None:
+    allocator, cache, _ = new_cache(8)
+    pages = [put(allocator, cache, *range(n)) for n in (1, 2, 3)]
+    assert cache.match([key(0), key(0, 1), key(9), key(0, 1, 2)]) == pages[:2]
+    assert [allocator.refs(p) for p in pages] == [2, 2, 1]
+
+
+def test_insert_takes_no_page_without_its_parent_and_none_twice() -> None:
+    allocator, cache, _ = new_cache(8)
+    a, b = allocator.allocate(2) or []
+    assert not cache.insert(key(1, 2), key(1), a)
+    assert cache.insert(key(1), None, a)
+    assert not cache.insert(key(1), None, b)
+    assert [allocator.refs(a), allocator.refs(b)] == [2, 1]
+    allocator.release([a, b])
+    cache.check()
+
+
+def test_evict_never_frees_a_held_page_nor_its_ancestors() -> None:
+    allocator, cache, _ = new_cache(8)
+    for path in ([1], [1, 2], [1, 2, 3], [4]):
+        put(allocator, cache, *path)
+    held = cache.match([key(1), key(1, 2)])
+    assert cache.evict(10) == 2
+    assert [k in cache for k in (key(1), key(1, 2), key(1, 2, 3), key(4))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    allocator.release(held)
+    assert cache.evict(10) == 2
+    assert allocator.num_held == 0
+
+
+def test_evict_takes_the_least_recently_used_chain_first() -> None:
+    allocator, cache, _ = new_cache(8)
+    for path in ([1], [1, 2], [3], [3, 4]):
+        put(allocator, cache, *path)
+    allocator.release(cache.match([key(1), key(1, 2)]))
+    assert cache.evict(2) == 2
+    assert key(1, 2) in cache
+    assert key(3) not in cache
+
+
+def test_clear_leaves_the_pages_of_others_alone() -> None:
+    allocator, cache, log = new_cache(8)
+    put(allocator, cache, 1)
+    held = cache.match([key(1)])
+    assert cache.clear() == 1
+    assert log.num_held == 0
+    assert allocator.num_held == 1
+    allocator.release(held)
+    cache.check()
+
+
+def test_events_say_what_enters_and_leaves() -> None:
+    allocator, cache, log = new_cache(8)
+    put(allocator, cache, 1)
+    put(allocator, cache, 1, 2)
+    cache.evict(1)
+    batches = log.since(0)
+    assert batches is not None
+    assert [b.events for b in batches] == [
+        (PagesStored((key(1),)),),
+        (PagesStored((key(1, 2),)),),
+        (PagesRemoved((key(1, 2),)),),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cache_equals_a_naive_model(seed: int) -> None:
+    rng = random.Random(seed)
+    allocator, cache, _ = new_cache(24)
+    model: dict[tuple[int, ...], PageId] = {}
+    held: list[list[PageId]] = []
+
+    def random_path() -> tuple[int, ...]:
+        return tuple(rng.randrange(3) for _ in range(rng.randint(1, 4)))
+
+    for _ in range(400):
+        action = rng.randrange(5)
+        path = random_path()
+        if action == 0 and (fresh := allocator.allocate(1)) is not None:
+            parent = path[:-1]
+            expected = path not in model and (not parent or parent in model)
+            assert cache.insert(key(*path), key(*parent) if parent else None, fresh[0]) == expected
+            if expected:
+                model[path] = fresh[0]
+            held.append(fresh)
+        elif action == 1:
+            found = cache.match([key(*path[: i + 1]) for i in range(len(path))])
+            prefixes = [path[: i + 1] for i in range(len(path))]
+            length = next((i for i, p in enumerate(prefixes) if p not in model), len(path))
+            assert found == [model[p] for p in prefixes[:length]]
+            held.append(found)
+        elif action == 2 and held:
+            allocator.release(held.pop(rng.randrange(len(held))))
+        elif action == 3:
+            before = len(cache)
+            count = rng.randint(1, 4)
+            in_use = {page for pages in held for page in pages}
+            needed = {
+                p[: i + 1] for p, page in model.items() if page in in_use for i in range(len(p))
+            }
+            evicted = cache.evict(count)
+            assert evicted == min(count, len(model) - len(needed)), "a page nobody needs stayed"
+            gone = [p for p in model if key(*p) not in cache]
+            assert len(gone) == evicted == before - len(cache)
+            for p in gone:
+                assert not any(model[p] in pages for pages in held), "a held page was evicted"
+                del model[p]
+            assert all(p[:-1] in model for p in model if len(p) > 1), "a child outlived its parent"
+        elif action == 4 and rng.random() < 0.05:
+            cache.clear()
+            model.clear()
+        cache.check()
+        allocator.check()
+
+
+def test_holds_count_pages_that_will_come_free() -> None:
+    allocator, released = PageAllocator(8), []
+    holds = PageHolds(allocator, lambda: released.append(1))
+    a, b = allocator.allocate(2) or []
+    holds.retain([a, b])
+    holds.retain([a])
+    assert holds.num_ending(lambda _: False) == 0
+    allocator.release([a])
+    assert holds.num_ending(lambda _: False) == 1
+    holds.release([a])
+    assert allocator.refs(a) == 1
+    holds.release([a, b])
+    assert allocator.num_held == 1
+    assert holds.num_held == 0
+    assert len(released) == 2
+
+
+def test_a_parent_older_than_its_child_goes_in_the_same_pass() -> None:
+    allocator, cache, _ = new_cache(8)
+    for path in ([1], [1, 2], [1, 2, 3]):
+        put(allocator, cache, *path)
+    for path in ([1, 2], [1, 2, 3]):
+        allocator.release([cache.match_one(key(*path))])
+    assert cache.evict(3) == 3
+    cache.check()
