@@ -1,0 +1,115 @@
+"""Prometheus metrics of the gateway, in a registry of their own.
+
+Owns the histograms of the HTTP side and the export of ``DispatchStats`` and of the cluster's state
+at scrape time. Knows no routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.dispatch import Dispatcher
+from transfer.identity import Role
+from transfer.membership import Membership
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+_COUNTERS = {
+    "generations": ("requests", "Generations taken on."),
+    "generations_cancelled": ("cancelled", "Generations whose client left."),
+    "generations_failed": ("failed", "Generations that ended with an error."),
+    "refused_busy": ("refused_busy", "Requests refused for being beyond capacity."),
+    "refused_no_capacity": ("refused_no_capacity", "Requests refused without a decode node."),
+    "prefill_failovers": ("prefill_failovers", "Prefill legs that were replaced."),
+    "decode_failovers": ("decode_failovers", "Decode legs that were replaced."),
+    "prefill_fallbacks": ("prefill_fallbacks", "Prompts that decode computed by itself."),
+    "updates_lost": ("updates_lost", "News of prefill that decode could not be told."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens taken on."),
+    "output_tokens": ("output_tokens", "Output tokens given to clients."),
+    "computed_tokens": ("computed_tokens", "Prompt tokens computed."),
+    "recomputed_tokens": ("recomputed_tokens", "Prompt tokens computed again by decode."),
+    "cached_tokens_expected": ("cached_tokens_expected", "Local hits that routing expected."),
+}
+
+
+class _Scrape(Collector):
+    """Reads the dispatcher and the membership when asked."""
+
+    def __init__(self, dispatcher: Dispatcher, membership: Membership) -> None:
+        self._dispatcher = dispatcher
+        self._membership = membership
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._dispatcher.stats
+        for name, (field, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvferry_{name}", text, value=getattr(stats, field))
+        cached = CounterMetricFamily(
+            "kvferry_cached_tokens", "Prompt tokens found in a cache.", labels=["tier"]
+        )
+        cached.add_metric(["local"], stats.cached_tokens_local)
+        cached.add_metric(["store"], stats.cached_tokens_store)
+        yield cached
+        yield GaugeMetricFamily(
+            "kvferry_in_flight", "Generations in flight.", value=stats.num_in_flight
+        )
+        yield GaugeMetricFamily(
+            "kvferry_lingering_legs", "Legs still pushing pages.", value=stats.num_lingering
+        )
+        yield from self._cluster()
+
+    def _cluster(self) -> Iterator[Metric]:
+        nodes = GaugeMetricFamily(
+            "kvferry_nodes", "Members of the cluster.", labels=["role", "state"]
+        )
+        placement = self._dispatcher.placement
+        view = self._membership.view
+        for role in (Role.PREFILL, Role.DECODE, Role.STORE):
+            nodes.add_metric([role.value, "member"], len(view.with_role(role)))
+            if role is not Role.STORE:
+                nodes.add_metric([role.value, "usable"], len(placement.links.usable(role)))
+        yield nodes
+        index = placement.index
+        yield GaugeMetricFamily(
+            "kvferry_index_pages", "Entries of the prefix index.", value=index.num_entries
+        )
+        yield CounterMetricFamily(
+            "kvferry_index_gaps", "Gaps in KV event streams.", value=index.num_gaps
+        )
+        yield CounterMetricFamily(
+            "kvferry_index_evicted", "Index entries dropped at the cap.", value=index.num_evicted
+        )
+
+
+class Metrics:
+    """All metrics of one gateway."""
+
+    def __init__(self, dispatcher: Dispatcher, membership: Membership) -> None:
+        self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "kvferry_http_requests",
+            "HTTP requests by route and status; 499: the client left.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.ttft = Histogram(
+            "kvferry_ttft_seconds",
+            "From the start of a generation to its first token.",
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "kvferry_itl_seconds",
+            "Between tokens of one choice.",
+            buckets=_ITL_BUCKETS,
+            registry=self.registry,
+        )
+        self.registry.register(_Scrape(dispatcher, membership))
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
