@@ -1,0 +1,158 @@
+"""The distributed page store, as a node uses it: ``PageStore`` over all live store nodes.
+
+Owns one client's links, background work and counters; the calls themselves are ``PageReader`` and
+``PageWriter``. The network, transfer and membership objects belong to the caller.
+
+Guarantees, beyond ``PageStore``: a call is bounded by its deadline; a node that does not answer is
+skipped for a back-off time; no exception of the world reaches the caller, only outcomes. Regions
+handed in must be host memory (``Region.view``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvstore.background import Background
+from kvstore.config import StoreClientConfig
+from kvstore.link import StoreLink
+from kvstore.links import ClientParts, StoreLinks
+from kvstore.messages import ClearStore, MatchPages, PageStates, ReadStats, StoreDone, StoreStats
+from kvstore.page import PageKey, PageSpec
+from kvstore.reading import PageReader
+from kvstore.store import GetOutcome, GetPage, GetResult, PageState, PutPage, PutResult
+from kvstore.writing import PageWriter
+from transfer.channel import Hello, Network
+from transfer.errors import TransferError
+from transfer.identity import Identity, NodeId
+from transfer.interface import Region, Transfer
+from transfer.membership import Membership
+
+CLOSE_S = 1.0  # grace for releases under way
+
+
+class StoreClient:
+    """``PageStore`` over store nodes found by membership. Make it inside a running loop."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        network: Network,
+        transfer: Transfer,
+        membership: Membership,
+        spec: PageSpec,
+        config: StoreClientConfig | None = None,
+    ) -> None:
+        self.spec = spec
+        self._counters: Counter[str] = Counter()
+        config = config or StoreClientConfig()
+        self._links = StoreLinks(
+            network=network,
+            hello=Hello(identity=identity),
+            config=config,
+            counters=self._counters,
+        )
+        self._background = Background()
+        self._parts = ClientParts(
+            spec, config, transfer, self._links, self._background, self._counters
+        )
+        self._closed = False
+        membership.subscribe(self._links.follow)
+
+    async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
+        states = [PageState.ABSENT] * len(keys)
+
+        async def ask(link: StoreLink, indexes: list[int]) -> None:
+            message = MatchPages(tuple(keys[i] for i in indexes))
+            try:
+                reply = await link.call(message, PageStates, deadline_s=deadline_s)
+            except TransferError:
+                self._counters["broken_matches"] += 1
+                return
+            for i, state in zip(indexes, reply.states, strict=True):
+                states[i] = state
+
+        async with asyncio.TaskGroup() as tasks:
+            for link, indexes in self._links.group(keys, range(len(keys))):
+                tasks.create_task(ask(link, indexes))
+        return states
+
+    async def put(
+        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+    ) -> PutResult:
+        result = await PageWriter(self._parts, pages, source=source, deadline_s=deadline_s).run()
+        self._counters["pages_pushed"] += result.moved.num_pages
+        self._counters["bytes_pushed"] += result.moved.nbytes
+        return result
+
+    async def get(
+        self,
+        pages: Sequence[GetPage],
+        *,
+        into: Region,
+        deadline_s: float,
+        wait: bool = False,
+        on_page: Callable[[int, GetOutcome], None] | None = None,
+    ) -> GetResult:
+        reader = PageReader(
+            self._parts, pages, into=into, deadline_s=deadline_s, wait=wait, on_page=on_page
+        )
+        result = await reader.run()
+        self._counters["pages_pulled"] += result.moved.num_pages
+        self._counters["bytes_pulled"] += result.moved.nbytes
+        return result
+
+    async def stats(self, *, deadline_s: float) -> dict[NodeId, dict[str, float]]:
+        """Numbers of every store node that answers."""
+        numbers: dict[NodeId, dict[str, float]] = {}
+
+        async def ask(link: StoreLink) -> None:
+            try:
+                reply = await link.call(ReadStats(), StoreStats, deadline_s=deadline_s)
+            except TransferError:
+                return
+            numbers[link.node_id] = reply.numbers
+
+        await asyncio.gather(*(ask(link) for link in self._links.all()))
+        return dict(sorted(numbers.items()))
+
+    async def clear(self, *, deadline_s: float) -> int:
+        """Make every node forget its ready pages; returns how many.
+
+        Raises:
+            TransferError: a node could not be told; its pages may still be there.
+        """
+        calls = [
+            link.call(ClearStore(), StoreDone, deadline_s=deadline_s) for link in self._links.all()
+        ]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        count = 0
+        for reply in done:
+            if isinstance(reply, BaseException):
+                raise reply
+            count += reply.count
+        return count
+
+    def counters(self) -> dict[str, int]:
+        """A snapshot for metrics: outcomes, bytes, connects, back-offs, collisions."""
+        return {**self._counters, "dropped_background": self._background.num_dropped}
+
+    async def quiet(self) -> None:
+        """Return when all releases and aborts of finished calls have been sent."""
+        await self._background.idle()
+
+    async def close(self) -> None:
+        """Send what is left of releases, then close the channels. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._background.close(CLOSE_S)
+        await self._links.close()
+
+    def abort(self) -> None:
+        """Drop everything at once; leases end by themselves. Idempotent."""
+        self._closed = True
+        self._background.abort()
+        self._links.abort()

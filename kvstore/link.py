@@ -1,0 +1,192 @@
+"""One store node as one client sees it: a channel, the segment's tokens, and a back-off.
+
+Owns connecting (one attempt at a time, shared by all callers), the two tokens, and the verdict on
+errors. Knows no pages.
+
+::
+
+    idle ──call──▶ connecting ──hello, OpenStore──▶ open ──lost, stale──▶ backing off
+                        └──────── unreachable ─────────────────────────────▲    │
+      ▲                                                                         │
+      └──────────────────────────── back-off over ◀─────────────────────────────┘
+
+While a link backs off every call fails at once, so that a dead node costs one timeout per back-off
+period, not one per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from kvstore.config import StoreClientConfig
+from kvstore.messages import OpenStore, StoreOpened
+from transfer.channel import Channel, Hello, Network
+from transfer.errors import (
+    DeadlineExceeded,
+    PeerUnreachable,
+    RemoteFailed,
+    Stale,
+    TransferError,
+)
+from transfer.identity import NodeId
+from transfer.membership import NodeInfo
+
+SLOW_S = 0.5  # an unanswered call of this age counts as a failure of the node
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class _Session(NamedTuple):
+    channel: Channel
+    opened: StoreOpened
+
+
+class StoreLink:
+    """See the module's docstring. One link serves one incarnation of a member."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        *,
+        network: Network,
+        hello: Hello,
+        config: StoreClientConfig,
+        counters: Counter[str],
+    ) -> None:
+        self.info = info
+        self._network = network
+        self._hello = hello
+        self._config = config
+        self._counters = counters
+        self._session: _Session | None = None
+        self._connecting: asyncio.Task[TransferError | None] | None = None
+        self._retry_s = 0.0
+        self._num_failures = 0
+        self._closed = False
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.info.identity.node_id
+
+    async def call(
+        self, message: msgspec.Struct, reply: type[R], *, deadline_s: float, wait_s: float = 0.0
+    ) -> R:
+        """Ask the node; bounded by ``deadline_s`` and by the op timeout plus ``wait_s``.
+
+        Raises:
+            TransferError: as the channel does; ``PeerUnreachable`` at once while backing off.
+        """
+        session = await self._open(deadline_s)
+        started_s = _now_s()
+        limit_s = min(deadline_s, started_s + wait_s + self._config.op_timeout_s)
+        try:
+            answer = await session.channel.request(message, reply, deadline_s=limit_s)
+        except TransferError as error:
+            self.judge(error, waited_s=_now_s() - started_s - wait_s)
+            raise
+        self._num_failures = 0
+        return answer
+
+    def tokens(self, incarnation: str) -> StoreOpened:
+        """The tokens of the incarnation that made a grant.
+
+        Raises:
+            Stale: the node has been replaced since.
+        """
+        if self._session is None or self._session.opened.incarnation != incarnation:
+            raise Stale(f"{self.node_id}: incarnation {incarnation} is gone")
+        return self._session.opened
+
+    def judge(self, error: TransferError, *, waited_s: float) -> None:
+        """Take note of a failed call or transfer: back off, reconnect, or neither."""
+        if isinstance(error, RemoteFailed):
+            if error.code == "stale_incarnation":
+                self._drop_session()
+            return
+        if isinstance(error, DeadlineExceeded):
+            if waited_s >= SLOW_S:
+                self._back_off()
+            return
+        self._drop_session()
+        self._back_off()
+
+    def _back_off(self) -> None:
+        delay_s = self._config.backoff_s * 2**self._num_failures
+        self._retry_s = _now_s() + min(delay_s, self._config.backoff_max_s)
+        self._num_failures = min(self._num_failures + 1, 16)
+        self._counters["backoffs"] += 1
+
+    # ---- connecting
+
+    async def _open(self, deadline_s: float) -> _Session:
+        if _now_s() < self._retry_s:
+            raise PeerUnreachable(f"{self.node_id} at {self.info.address} is skipped for now")
+        if self._session is not None and not self._session.channel.closed:
+            return self._session
+        if self._closed:
+            raise PeerUnreachable(f"{self.node_id} has left the cluster")
+        if self._connecting is None or self._connecting.done():
+            name = f"connect {self.node_id}"
+            self._connecting = asyncio.create_task(self._connect(), name=name)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                error = await asyncio.shield(self._connecting)
+        except TimeoutError:
+            raise DeadlineExceeded(f"connecting to {self.info.address}") from None
+        if error is not None:
+            raise error
+        if self._session is None:
+            raise PeerUnreachable(f"{self.node_id} has left the cluster")
+        return self._session
+
+    async def _connect(self) -> TransferError | None:
+        """Connect and fetch the tokens; an error is a result, as many callers may await it."""
+        self._drop_session()
+        self._counters["connects"] += 1
+        deadline_s = _now_s() + self._config.op_timeout_s
+        channel: Channel | None = None
+        try:
+            address, hello = self.info.address, self._hello
+            channel = await self._network.connect(address, hello, deadline_s=deadline_s)
+            if channel.peer.node_id != self.node_id:
+                raise Stale(f"{address} is {channel.peer.node_id} now, not {self.node_id}")
+            opened = await channel.request(OpenStore(), StoreOpened, deadline_s=deadline_s)
+        except TransferError as error:
+            if channel is not None:
+                channel.abort()
+            self._back_off()
+            return error
+        self._session = _Session(channel, opened)
+        if self._closed:
+            self._drop_session()
+        return None
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.channel.abort()
+            self._session = None
+
+    async def close(self) -> None:
+        """Close the channel in order; idempotent."""
+        session, connecting = self._session, self._connecting
+        self._session = None
+        self.abort()
+        if session is not None:
+            await session.channel.close()
+        if connecting is not None:
+            await asyncio.gather(connecting, return_exceptions=True)
+
+    def abort(self) -> None:
+        """Drop the channel at once; calls in flight fail."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._drop_session()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

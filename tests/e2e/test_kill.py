@@ -1,0 +1,151 @@
+"""Killing any node at any stage costs time, never a token (kill -9, real processes)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.client import Answer, complete, stream, tokens_of
+from tests.e2e.cluster import POLL_S, Cluster, Proc, running
+from tests.e2e.reference import expected, prompt_of
+
+pytestmark = [pytest.mark.net, pytest.mark.slow]
+
+MAX_TOKENS = 60
+_DELAYS = ["--fake-token-delay", "0.002", "--fake-step-delay", "0.02"]
+SLOW = {"prefill": _DELAYS, "decode": _DELAYS}
+ROLES = ["store", "prefill", "decode"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Cluster]:
+    """Two of each role, a model slow enough to be killed in the middle of things."""
+    with running(tmp_path, prefill=2, decode=2, store=2, options=SLOW) as cluster:
+        yield cluster
+
+
+def busy(cluster: Cluster, role: str) -> Proc:
+    """The process of ``role`` that has work now (any store: pages are spread over all)."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for member in httpx.get(f"{cluster.url}/admin/cluster", timeout=5).json()["members"]:
+            gauges = member["gauges"]
+            active = gauges.get("num_running", 0) + gauges.get("num_waiting", 0) > 0
+            if member["role"] == role and (active or role == "store"):
+                pid = int(member["labels"]["pid"])
+                return next(p for p in cluster.procs.values() if p.popen.pid == pid)
+        time.sleep(POLL_S)
+    raise AssertionError(f"no {role} node has work")
+
+
+def ask(cluster: Cluster, prompt: list[int], answer: Answer) -> list[int]:
+    return list(stream(cluster.url, prompt, MAX_TOKENS, answer))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_kill_while_prefilling_changes_no_token(pair: Cluster, role: str) -> None:
+    prompt = prompt_of(1200, seed=1)
+    answer = Answer()
+    with ThreadPoolExecutor(1) as pool:
+        future: Future[list[int]] = pool.submit(ask, pair, prompt, answer)
+        busy(pair, "prefill")
+        busy(pair, role).kill()
+        assert not answer.tokens, "the kill came after the first token; make the model slower"
+        assert future.result(timeout=60) == expected(prompt, MAX_TOKENS)
+    assert answer.done
+    assert answer.error is None
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_kill_while_transferring_changes_no_token(pair: Cluster, role: str) -> None:
+    prompt = prompt_of(900, seed=2)
+    answer = Answer()
+    tokens = []
+    for token in stream(pair.url, prompt, MAX_TOKENS, answer):
+        tokens.append(token)
+        if len(tokens) == 1:  # the first token is out, the last pages are on their way
+            victims = [p for p in pair.procs.values() if p.role == role]
+            victims[0].kill()
+    assert tokens == expected(prompt, MAX_TOKENS)
+    assert answer.done
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_kill_while_decoding_changes_no_token(pair: Cluster, role: str) -> None:
+    prompt = prompt_of(300, seed=3)
+    answer = Answer()
+    tokens = []
+    for token in stream(pair.url, prompt, MAX_TOKENS, answer):
+        tokens.append(token)
+        if len(tokens) == 20:
+            (
+                busy(pair, role)
+                if role == "decode"
+                else next(p for p in pair.procs.values() if p.role == role)
+            ).kill()
+    assert tokens == expected(prompt, MAX_TOKENS)
+    assert answer.done
+
+
+def test_the_last_prefill_and_store_die_and_decode_serves_alone(tmp_path: Path) -> None:
+    with running(tmp_path, options=SLOW) as cluster:
+        for proc in [p for p in cluster.procs.values() if p.role in ("prefill", "store")]:
+            proc.kill()
+        prompt = prompt_of(120, seed=4)
+        body = complete(cluster.url, prompt, 30)
+        assert tokens_of(body) == expected(prompt, 30)
+
+
+def test_the_only_decode_node_dies_and_the_stream_goes_on_after_its_restart(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path, options=SLOW) as cluster:
+        prompt = prompt_of(100, seed=5)
+        answer = Answer()
+        tokens = []
+        for token in stream(cluster.url, prompt, MAX_TOKENS, answer):
+            tokens.append(token)
+            if len(tokens) == 10:
+                proc = busy(cluster, "decode")
+                proc.kill()
+                cluster.restart(proc)
+        assert tokens == expected(prompt, MAX_TOKENS)
+
+
+def test_a_restarted_gateway_finds_its_nodes_and_answers_the_same(tmp_path: Path) -> None:
+    with running(tmp_path, options=SLOW) as cluster:
+        prompt = prompt_of(100, seed=6)
+        before = tokens_of(complete(cluster.url, prompt, 20))
+        gateway = next(p for p in cluster.procs.values() if p.role == "gateway")
+        gateway.kill()
+        cluster.restart(gateway)
+        cluster.wait_for({"store": 1, "prefill": 1, "decode": 1})
+        assert tokens_of(complete(cluster.url, prompt, 20)) == before == expected(prompt, 20)
+
+
+@pytest.mark.parametrize("role", ["prefill", "store"])
+def test_a_frozen_node_stops_nobody(pair: Cluster, role: str) -> None:
+    """SIGSTOP: nothing is closed, the peer is just silent."""
+    prompt = prompt_of(400, seed=7)
+    victim = next(p for p in pair.procs.values() if p.role == role)
+    victim.signal(signal.SIGSTOP)
+    body = complete(pair.url, prompt, 20)
+    assert tokens_of(body) == expected(prompt, 20)
+
+
+def test_drained_nodes_fail_no_request(pair: Cluster) -> None:
+    """SIGTERM to one node of each role while requests run: they finish or move."""
+    prompts = [prompt_of(60 + 10 * i, seed=800 + i) for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(ask, pair, prompt, Answer()) for prompt in prompts]
+        busy(pair, "decode").signal(signal.SIGTERM)
+        next(p for p in pair.procs.values() if p.role == "prefill").signal(signal.SIGTERM)
+        next(p for p in pair.procs.values() if p.role == "store").signal(signal.SIGTERM)
+        answers = [future.result(timeout=90) for future in futures]
+    assert answers == [expected(prompt, MAX_TOKENS) for prompt in prompts]
