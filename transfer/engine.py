@@ -268,25 +268,41 @@ class TransferEngine:
     async def _move(self, move: Move) -> None:
         endpoint = move.token.endpoint
         name = choose(self._config.transport, self._endpoint, move.token)
-        if name == "shm" and endpoint.incarnation not in self._without_shm:
-            try:
-                await self._transports["shm"].move(move)
-            except ShmUnavailable as error:
-                self._without_shm.add(endpoint.incarnation)
-                self._fall_back(endpoint, str(error))
-            else:
-                return
         if name is None:
             raise PeerUnreachable(
                 f"transport {self._config.transport!r} does not reach {endpoint.incarnation} "
                 f"(tcp {endpoint.tcp or 'not offered'}); use 'auto' or 'tcp' on both sides"
             )
-        if name == "tcp" and self._config.transport == "shm":
-            self._fall_back(endpoint, "its region is not in shared memory of this host")
-        await self._transports["tcp" if name == "shm" else name].move(move)
+        reason = ""
+        if name == "shm":
+            reason = await self._try_shm(move)
+            if not reason:
+                return
+            name = "tcp"
+        elif name == "tcp" and self._config.transport == "shm":
+            reason = "its region is not in shared memory of this host"
+        await self._transports[name].move(move)
+        if reason:
+            self._fall_back(move, reason)
 
-    def _fall_back(self, endpoint: Endpoint, reason: str) -> None:
-        """Say once for each peer that a slower path had to be used."""
+    async def _try_shm(self, move: Move) -> str:
+        """Move by shared memory; return why that was not possible, empty if it was done."""
+        incarnation = move.token.endpoint.incarnation
+        if incarnation in self._without_shm:
+            return "it could not share memory before"
+        try:
+            await self._transports["shm"].move(move)
+        except ShmUnavailable as error:
+            if not move.token.endpoint.tcp:
+                raise
+            return str(error)
+        return ""
+
+    def _fall_back(self, move: Move, reason: str) -> None:
+        """A slower path worked: keep to it, and say so once for each peer."""
+        endpoint = move.token.endpoint
+        if move.token.in_shared_memory and endpoint.host == self._endpoint.host:
+            self._without_shm.add(endpoint.incarnation)
         if endpoint.incarnation not in self._fallbacks_said:
             self._fallbacks_said.add(endpoint.incarnation)
             self._counters.add(fallbacks=1)

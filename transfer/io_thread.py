@@ -7,14 +7,12 @@ application computes. Idle, the thread sleeps in ``epoll``: it costs nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from transfer.errors import PeerClosed
 
-_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 

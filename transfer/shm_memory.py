@@ -18,12 +18,14 @@ import itertools
 import mmap
 import os
 import sys
+from contextlib import suppress
 from enum import IntEnum
 
 from transfer.buffers import address_of
 from transfer.errors import PeerClosed, PeerLost, RegionRevoked, TransferError
 
 MAX_REGIONS = 65_535
+HUGE_PAGES_FROM_NBYTES = 4 << 20
 CONTROL_NBYTES = 8 * (MAX_REGIONS + 1)
 
 
@@ -54,6 +56,18 @@ def slot_of(region_id: int) -> int:
     return region_id & 0xFFFF
 
 
+def use_huge_pages(mapped: mmap.mmap, nbytes: int) -> None:
+    """Ask for huge pages: copies of whole segments are bound by the TLB otherwise.
+
+    Private memory gets them where transparent huge pages are ``madvise`` or ``always``, shared
+    memory where ``shmem_enabled`` is ``advise``; elsewhere nothing changes.
+    """
+    if nbytes < HUGE_PAGES_FROM_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    with suppress(OSError):  # a kernel without transparent huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+
+
 _FILE_IDS = itertools.count(1)
 
 
@@ -78,7 +92,8 @@ class Allocation:
                 os.close(self.fd)
                 raise
         else:
-            self._map = mmap.mmap(-1, nbytes)
+            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        use_huge_pages(self._map, nbytes)
         self.view = memoryview(self._map)
         self.address = address_of(self.view)
 

@@ -23,7 +23,7 @@ from transfer.errors import (
     Stale,
     TransferError,
 )
-from transfer.shm_memory import ControlView, EngineState, gone_error
+from transfer.shm_memory import ControlView, EngineState, gone_error, use_huge_pages
 from transfer.shm_wire import (
     SHM_PROTOCOL_VERSION,
     HelloPacket,
@@ -85,8 +85,8 @@ class ShmPeer:
         finally:
             self._replies.pop(number, None)
         grant = grant._replace(region_id=region_id)
-        self._sweep()
         self._grants[region_id, capability] = grant
+        self._sweep()
         return grant
 
     def _sweep(self) -> None:
@@ -133,7 +133,9 @@ class ShmPeer:
     def _place(self, packet: PlacePacket, fd: int) -> Grant:
         whole = self._files.get(packet.file_id)
         if whole is None:
-            whole = memoryview(mmap.mmap(fd, packet.file_nbytes))
+            mapped = mmap.mmap(fd, packet.file_nbytes)
+            use_huge_pages(mapped, packet.file_nbytes)
+            whole = memoryview(mapped)
             self._files[packet.file_id] = whole
         view = whole[packet.offset : packet.offset + packet.nbytes]
         if view.nbytes != packet.nbytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +22,6 @@ from transfer.tcp_reader import Sink
 from transfer.tcp_sockets import connect
 from transfer.tcp_window import RequestWindow
 from transfer.tcp_writer import Source
-
-_LOG = logging.getLogger(__name__)
 
 
 class ClientLink:

@@ -97,6 +97,9 @@ class Link:
             if not self.closed:
                 _LOG.warning("dropping the connection to %s: %s", self.name, error)
             self.close(error)
+        except AssertionError:
+            self.close(PeerLost("a bug on this side broke the connection"))
+            raise  # the loop logs it; left open, the readable socket would spin
 
     def _end_of_stream(self) -> TransferError:
         if self.peer_said_goodbye and not self._reader.mid_frame:

@@ -1,0 +1,310 @@
+"""What only tcp has to fear: foreign bytes, secrets, slow peers, vanished peers, idle cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.transfer.bulk_harness import (
+    MIB,
+    ROOT,
+    PeerProcess,
+    checked_engines,
+    pattern,
+    soon,
+    until,
+    whole,
+)
+from transfer.engine import TransferEngine
+from transfer.errors import DeadlineExceeded, PeerLost, PeerUnreachable, Unauthorized
+from transfer.interface import deadline_after
+from transfer.region import HostRegion
+from transfer.tcp_codec import (
+    HEADER_NBYTES,
+    Op,
+    RequestBody,
+    control_frame,
+    decode_header,
+    pack_spans,
+)
+from transfer.tcp_handshake import ClientHandshake
+from transfer.tcp_sockets import LIVENESS_S, TcpInfo, join_address, peer_vanished, split_address
+from transfer.token import decode_token
+
+
+async def small_read_works(owner: TransferEngine, peer: TransferEngine) -> None:
+    region, local = owner.allocate(1000), peer.allocate(1000)
+    region.view[:] = pattern(1000).data
+    await peer.read(region.export("r"), whole(1000), into=local, deadline_s=soon())
+    assert local.view == region.view
+
+
+class RawClient:
+    """Speaks the protocol by hand, without reading more than it must."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+
+    async def __aenter__(self) -> RawClient:
+        host, port = split_address(self._engine.address)
+        self.sock = socket.create_connection((host, port))
+        self.sock.setblocking(False)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.sock.close()
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def receive(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = await asyncio.get_running_loop().sock_recv(self.sock, count - len(data))
+            if not part:
+                return data
+            data += part
+        return data
+
+    async def is_cut_off(self) -> bool:
+        try:
+            return await self.receive(1) == b""
+        except ConnectionResetError:
+            return True
+
+    async def frame(self) -> tuple[Op, bytes]:
+        header = decode_header(await self.receive(HEADER_NBYTES))
+        return header.op, await self.receive(header.body_nbytes)
+
+    async def hello(self) -> None:
+        handshake = ClientHandshake(b"", "raw", self._engine.incarnation, b"n" * 16)
+        await self.send(handshake.first())
+        while not handshake.ready:
+            header = decode_header(await self.receive(HEADER_NBYTES))
+            answer = handshake.receive(header, await self.receive(header.body_nbytes))
+            await self.send(answer)
+
+    async def request(self, op: Op, region: HostRegion, nbytes: int) -> None:
+        token = decode_token(region.export("rw"))
+        body = RequestBody(token.region_id, token.capability, pack_spans([(0, nbytes)]))
+        await self.send(control_frame(op, 1, body))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", b"\x00" * 100, b"KVF1" * 30]
+)
+async def test_foreign_bytes_end_their_connection_and_no_other(garbage: bytes) -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        await small_read_works(owner, peer)
+        async with RawClient(owner) as raw:
+            await raw.send(garbage)
+            assert await raw.is_cut_off()
+        await small_read_works(owner, peer)
+
+
+async def test_requests_before_the_hello_are_refused_with_a_reason() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make()
+        async with RawClient(owner) as raw:
+            await raw.request(Op.READ, owner.allocate(8), 8)
+            op, body = await raw.frame()
+            assert op is Op.DONE
+            assert b"out of order" in body
+
+
+async def test_data_that_nobody_asked_for_ends_the_connection() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make()
+        async with RawClient(owner) as raw:
+            await raw.hello()
+            await raw.send(control_frame(Op.DATA, 5, b"x"))
+            assert await raw.is_cut_off()
+
+
+async def test_a_client_that_says_nothing_is_cut_off() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make(connect_timeout_s=0.05)
+        async with RawClient(owner) as raw:
+            assert await raw.is_cut_off()
+
+
+async def test_equal_secrets_connect_and_different_ones_do_not() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make(cluster_secret="right")
+        await small_read_works(owner, await engines.make(cluster_secret="right"))
+        for settings in ({"cluster_secret": "wrong"}, {}):
+            with pytest.raises(Unauthorized):
+                await small_read_works(owner, await engines.make(**settings))
+
+
+async def test_a_reader_that_does_not_read_slows_nobody_else() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        region = owner.allocate(64 * MIB)
+        async with RawClient(owner) as slow:
+            await slow.hello()
+            await slow.request(Op.READ, region, 64 * MIB)
+            await slow.receive(HEADER_NBYTES)
+            for _ in range(5):
+                await small_read_works(owner, peer)
+
+
+async def test_a_writer_that_stalls_in_mid_frame_slows_nobody_else_and_is_forgotten() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        region = owner.allocate(4096)
+        async with RawClient(owner) as slow:
+            await slow.hello()
+            await slow.request(Op.WRITE, region, 4096)
+            await slow.send(control_frame(Op.DATA, 1, b"\x01" * 4096)[:2000])
+            await until(lambda: region.view[100])
+            await small_read_works(owner, peer)
+            region.revoke()
+            before = bytes(region.view)
+        await small_read_works(owner, peer)
+        assert region.view == before
+
+
+async def test_several_connections_to_one_peer_share_the_work() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make()
+        peer = await engines.make(connections_per_peer=4, request_nbytes=MIB)
+        region = owner.allocate(8 * MIB)
+        region.view[:] = pattern(8 * MIB).data
+        locals_ = [peer.allocate(8 * MIB) for _ in range(6)]
+        async with asyncio.TaskGroup() as group:
+            for local in locals_:
+                group.create_task(
+                    peer.read(region.export("r"), whole(8 * MIB), into=local, deadline_s=soon())
+                )
+        assert all(local.view == region.view for local in locals_)
+
+
+async def test_more_operations_than_the_limit_are_refused_not_queued() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make()
+        peer = await engines.make(max_operations_per_peer=3)
+        token, local = owner.allocate(64).export("r"), peer.allocate(64)
+        results = await asyncio.gather(
+            *(peer.read(token, whole(64), into=local, deadline_s=soon()) for _ in range(5)),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(r, PeerUnreachable) for r in results) == 2
+        await peer.read(token, whole(64), into=local, deadline_s=soon())
+
+
+async def test_nobody_at_the_address_is_unreachable_at_once() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        token, local = owner.allocate(8).export("r"), peer.allocate(8)
+        await owner.close()
+        with pytest.raises(PeerUnreachable, match=owner.address):
+            await peer.read(token, whole(8), into=local, deadline_s=soon())
+
+
+async def test_a_listener_that_never_says_hello_is_unreachable_after_the_limit() -> None:
+    async with checked_engines("tcp") as engines:
+        owner = await engines.make()
+        peer = await engines.make(connect_timeout_s=0.1)
+        port = int(owner.address.rpartition(":")[2])
+        token, local = owner.allocate(8).export("r"), peer.allocate(8)
+        await owner.close()
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(PeerUnreachable):
+            await peer.read(token, whole(8), into=local, deadline_s=soon())
+
+
+def test_vanished_means_unanswered_retransmissions_or_probes_not_silence() -> None:
+    quiet = TcpInfo(retransmits=0, probes=0, unacked=0, last_ack_s=600.0)
+    assert not peer_vanished(quiet)
+    assert not peer_vanished(quiet._replace(probes=1, last_ack_s=0.4))
+    assert not peer_vanished(quiet._replace(unacked=9, last_ack_s=5.0))
+    assert peer_vanished(quiet._replace(retransmits=3, last_ack_s=2.1))
+    assert peer_vanished(quiet._replace(probes=2, last_ack_s=2.1))
+
+
+def test_addresses_of_both_families_split_and_join() -> None:
+    for address in ("127.0.0.1:80", "[::1]:80", "host.example:1"):
+        assert join_address(*split_address(address)) == address
+
+
+@pytest.mark.net
+@pytest.mark.slow
+async def test_a_host_that_vanishes_is_noticed_in_two_seconds_whatever_is_under_way() -> None:
+    command = ["unshare", "-rn", sys.executable, "-m", "tests.transfer.vanishing_host"]
+    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True).returncode:  # noqa: ASYNC221
+        pytest.skip("needs user namespaces and ip")
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE)
+    output, _ = await process.communicate()
+    found = json.loads(output)
+    assert sorted(found) == ["idle", "read", "write"]
+    for kind, (error, seconds) in found.items():
+        assert error == "PeerLost", kind
+        assert seconds < LIVENESS_S + 1.0, kind
+
+
+@pytest.mark.net
+@pytest.mark.slow
+async def test_a_stopped_peer_with_a_full_window_is_slow_not_lost() -> None:
+    """Longer than the liveness limit: zero-window probes are answered by the peer's kernel."""
+
+    async with checked_engines("tcp") as engines, PeerProcess("tcp", 64 * MIB) as process:
+        peer = await engines.make()
+        local = peer.allocate(64 * MIB)
+        await peer.write(process.token, whole(8), source=local, deadline_s=soon())
+        await process.stop()
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await peer.write(
+                process.token, whole(64 * MIB), source=local, deadline_s=deadline_after(3.5)
+            )
+        assert 3.4 < asyncio.get_running_loop().time() - start < 4.5
+        process.signal(signal.SIGCONT)
+        await peer.write(process.token, whole(64 * MIB), source=local, deadline_s=soon())
+
+
+async def test_an_idle_connection_costs_no_processor_time() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        await small_read_works(owner, peer)
+        clocks = [thread_clock(engine) for engine in (owner, peer)]
+        before = [time.clock_gettime(clock) for clock in clocks]
+        await asyncio.sleep(1.0)  # the passing of real time is what is measured
+        spent = [time.clock_gettime(c) - b for c, b in zip(clocks, before, strict=True)]
+        assert max(spent) < 0.005, f"I/O threads used {spent} s of processor time in 1 s"
+
+
+def thread_clock(engine: TransferEngine) -> int:
+
+    name = f"kvferry-io-{engine.incarnation[:6]}"
+    thread = next(t for t in threading.enumerate() if t.name == name)
+    assert thread.ident is not None
+    return time.pthread_getcpuclockid(thread.ident)
+
+
+async def test_lost_connections_are_made_again() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        await small_read_works(owner, peer)
+        assert peer._tcp is not None
+        assert peer._io is not None
+        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def cut_all() -> None:
+            assert peer._tcp is not None
+            for each in peer._tcp._peers.values():
+                each.abort(PeerLost("cut by the test"))
+            loop.call_soon_threadsafe(cut.set_result, None)
+
+        peer._io.call(cut_all)
+        await cut
+        await small_read_works(owner, peer)
