@@ -131,6 +131,20 @@ class Cluster:
             time.sleep(POLL_S)
         raise AssertionError(f"not ready: wanted {roles}, saw {seen}\n{self.logs()}")
 
+    def proc_of(self, role: str, pid: str | None) -> Proc:
+        """The process with this id, or any live one of ``role`` when the id is not known."""
+        live = [p for p in self.procs.values() if p.role == role and p.alive]
+        return next((p for p in live if str(p.popen.pid) == pid), live[0])
+
+    def heal(self) -> None:
+        """Continue what was stopped, start again what has ended."""
+        for name, proc in list(self.procs.items()):
+            if proc.alive:
+                proc.signal(signal.SIGCONT)
+            else:
+                del self.procs[name]
+                self.restart(proc)
+
     def wait_until_it_says_something(self, proc: Proc) -> None:
         """Wait for the first line of a process, so that a start order is a real order."""
         deadline = time.monotonic() + START_TIMEOUT_S

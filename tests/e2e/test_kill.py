@@ -15,7 +15,7 @@ from tests.e2e.client import Answer, complete, stream, tokens_of
 from tests.e2e.cluster import POLL_S, Cluster, Proc, running
 from tests.e2e.reference import expected, prompt_of
 
-pytestmark = [pytest.mark.net, pytest.mark.slow]
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.shared_processes]
 
 MAX_TOKENS = 60
 _DELAYS = ["--fake-token-delay", "0.002", "--fake-step-delay", "0.02"]
@@ -23,11 +23,22 @@ SLOW = {"prefill": _DELAYS, "decode": _DELAYS}
 ROLES = ["store", "prefill", "decode"]
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Cluster]:
-    """Two of each role, a model slow enough to be killed in the middle of things."""
-    with running(tmp_path, prefill=2, decode=2, store=2, options=SLOW) as cluster:
+TWO_OF_EACH = {"store": 2, "prefill": 2, "decode": 2}
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("pair"), **TWO_OF_EACH, options=SLOW) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def pair(shared_pair: Cluster) -> Iterator[Cluster]:
+    """Two of each role, a model slow enough to be killed in the middle of things. What a test
+    killed is started again after it."""
+    yield shared_pair
+    shared_pair.heal()
+    shared_pair.wait_for(TWO_OF_EACH)
 
 
 def busy(cluster: Cluster, role: str) -> Proc:
@@ -38,8 +49,7 @@ def busy(cluster: Cluster, role: str) -> Proc:
             gauges = member["gauges"]
             active = gauges.get("num_running", 0) + gauges.get("num_waiting", 0) > 0
             if member["role"] == role and (active or role == "store"):
-                pid = int(member["labels"]["pid"])
-                return next(p for p in cluster.procs.values() if p.popen.pid == pid)
+                return cluster.proc_of(role, member["labels"].get("pid"))
         time.sleep(POLL_S)
     raise AssertionError(f"no {role} node has work")
 
@@ -50,7 +60,7 @@ def ask(cluster: Cluster, prompt: list[int], answer: Answer) -> list[int]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_kill_while_prefilling_changes_no_token(pair: Cluster, role: str) -> None:
-    prompt = prompt_of(1200, seed=1)
+    prompt = prompt_of(1200, seed=10 + ROLES.index(role))
     answer = Answer()
     with ThreadPoolExecutor(1) as pool:
         future: Future[list[int]] = pool.submit(ask, pair, prompt, answer)
@@ -64,7 +74,7 @@ def test_kill_while_prefilling_changes_no_token(pair: Cluster, role: str) -> Non
 
 @pytest.mark.parametrize("role", ROLES)
 def test_kill_while_transferring_changes_no_token(pair: Cluster, role: str) -> None:
-    prompt = prompt_of(900, seed=2)
+    prompt = prompt_of(900, seed=20 + ROLES.index(role))
     answer = Answer()
     tokens = []
     for token in stream(pair.url, prompt, MAX_TOKENS, answer):
@@ -78,7 +88,7 @@ def test_kill_while_transferring_changes_no_token(pair: Cluster, role: str) -> N
 
 @pytest.mark.parametrize("role", ROLES)
 def test_kill_while_decoding_changes_no_token(pair: Cluster, role: str) -> None:
-    prompt = prompt_of(300, seed=3)
+    prompt = prompt_of(300, seed=30 + ROLES.index(role))
     answer = Answer()
     tokens = []
     for token in stream(pair.url, prompt, MAX_TOKENS, answer):
@@ -132,7 +142,7 @@ def test_a_restarted_gateway_finds_its_nodes_and_answers_the_same(tmp_path: Path
 @pytest.mark.parametrize("role", ["prefill", "store"])
 def test_a_frozen_node_stops_nobody(pair: Cluster, role: str) -> None:
     """SIGSTOP: nothing is closed, the peer is just silent."""
-    prompt = prompt_of(400, seed=7)
+    prompt = prompt_of(400, seed=70 + ROLES.index(role))
     victim = next(p for p in pair.procs.values() if p.role == role)
     victim.signal(signal.SIGSTOP)
     body = complete(pair.url, prompt, 20)

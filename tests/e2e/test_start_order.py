@@ -1,4 +1,4 @@
-"""Store, gateway, prefill and decode come up in every order; pools grow and shrink while serving."""
+"""Roles come up in every order; pools grow and shrink while serving."""
 
 from __future__ import annotations
 

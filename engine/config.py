@@ -1,0 +1,82 @@
+"""What a process asks of the engine: device, dtype, pool and attention back end.
+
+Owns validation and the resolution of ``auto``. Knows no weights. Imports torch only to resolve.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.errors import ModelLoadError
+from kvstore.page import DEFAULT_PAGE_SIZE, PAGE_SIZE_MAX
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("torch", "flashinfer")
+
+
+class EngineConfig(BaseModel):
+    """Settings of ``load_runner``.
+
+    ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto`` (CUDA when there is one).
+    ``dtype``: of weights, activations and KV; ``auto`` is float32 on CPU, bfloat16 on CUDA.
+    ``attention``: ``auto`` is flashinfer on CUDA when it is installed, else torch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    num_pages: int = Field(default=2048, ge=2)
+    page_size: int = Field(default=DEFAULT_PAGE_SIZE, ge=1, le=PAGE_SIZE_MAX)
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the torch device.
+
+    Raises:
+        ModelLoadError: unknown name, or CUDA asked for where there is none.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise ModelLoadError(f"device={name!r}: choose cpu, cuda, cuda:N or auto")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelLoadError(
+            f"device={name!r}: torch {torch.__version__} sees no CUDA device here; use --device "
+            "cpu, or install a CUDA build of torch and check nvidia-smi"
+        )
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; choose "
+            f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
+    return torch.device("cuda", int(number or 0))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the torch dtype of weights and KV on ``device``.
+
+    Raises:
+        ModelLoadError: unknown dtype, or float16 on CPU.
+    """
+    import torch
+
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    if name not in DTYPES:
+        raise ModelLoadError(f"dtype={name!r}: choose one of {', '.join(DTYPES)} or auto")
+    if name == "float16" and device.type == "cpu":
+        raise ModelLoadError("dtype='float16' on cpu is not supported: use float32 or bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,187 @@
+"""A whole cluster as child processes: which processes, and when it serves.
+
+Owns the plan (names, command lines, devices) and the start to readiness. The processes are the
+supervisor's. ``up`` and the demo use the same ``LocalCluster``.
+
+The gateway is stopped first, so that what is running finishes while the nodes are still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from launch import process_env
+from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
+from launch.errors import LaunchError, StartError
+from launch.http_client import get_json
+from launch.ports import check_free, free_port
+from launch.progress import say
+from launch.supervisor import ChildSpec, Supervisor
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_S = 0.1
+HTTP_TIMEOUT_S = 2.0
+
+_COMPUTE_FIELDS = set(ComputeOptions.model_fields)
+
+
+def command(role: str, *arguments: str) -> list[str]:
+    """Return the command line of a role with this interpreter (``-P``: not from the directory)."""
+    return [sys.executable, "-P", "-m", "launch.main", role, *arguments]
+
+
+def python_path() -> dict[str, str]:
+    """Return the environment in which a child finds the same packages as this process."""
+    root = str(Path(__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    paths = [path for path in known.split(os.pathsep) if path]
+    return {"PYTHONPATH": os.pathsep.join([root, *(p for p in paths if p != root)])}
+
+
+def with_ports(options: UpOptions) -> UpOptions:
+    """Return the options with real, free ports.
+
+    Raises:
+        ConfigError: a port that was named is in use.
+    """
+    port = options.port or free_port(options.host)
+    wanted = GatewayOptions.of(port=options.port, join_port=options.join_port).registry_port
+    join_port = wanted or free_port(options.host)
+    check_free(options.host, port, "--port")
+    check_free(options.host, join_port, "--join-port")
+    return options.model_copy(update={"port": port, "join_port": join_port})
+
+
+def plan(options: UpOptions) -> list[ChildSpec]:
+    """Return all processes of the cluster. The ports must be real."""
+    common: dict[str, Any] = {"host": options.host, "drain_timeout": options.drain_timeout}
+    common |= {"log_level": options.log_level, "secret_file": options.secret_file}
+    common |= {"advertise_host": options.advertise_host}
+    join: dict[str, Any] = {
+        "join": f"tcp://{options.advertise_host or options.host}:{options.join_port}"
+    }
+    join |= {"transfer": options.transfer, "join_timeout": options.start_timeout}
+    env = python_path()
+    gateway = GatewayOptions.of(
+        **common,
+        node_id="gateway",
+        port=options.port,
+        join_port=options.join_port,
+        model=options.model,
+    )
+    specs = [ChildSpec("gateway", command("gateway", *gateway.argv()), env)]
+    for number in range(1, options.store + 1):
+        name = f"store-{number}"
+        store = StoreOptions.of(**common, **join, node_id=name, segment=options.segment)
+        specs.append(ChildSpec(name, command("store", *store.argv()), env, stop_order=1))
+    gpus = gpu_deal(options.gpus)
+    compute = {field: getattr(options, field) for field in _COMPUTE_FIELDS} | common | join
+    for role, count in (("prefill", options.prefill), ("decode", options.decode)):
+        for number in range(1, count + 1):
+            name = f"{role}-{number}"
+            node = NodeOptions.of(**(compute | {"node_id": name, "gpus": next(gpus)}))
+            specs.append(ChildSpec(name, command(role, *node.argv()), env, stop_order=1))
+    return specs
+
+
+def gpu_deal(gpus: str | None) -> Iterator[str | None]:
+    """Yield the GPU of one process after the other, round and round."""
+    return cycle(process_env.parse_gpus(gpus)) if gpus is not None else cycle([None])
+
+
+class _Display:
+    """Shows the children's lines, without what only says that all start or stop at once."""
+
+    def __init__(self) -> None:
+        self.registry_expected = False
+
+    def show(self, name: str, line: str) -> None:
+        if self.registry_expected or " waits for the registry at " not in line:
+            say(f"[{name}] {line}")
+
+
+class LocalCluster:
+    """The processes of one ``kvferry up``. ``start`` returns when everything serves."""
+
+    def __init__(self, options: UpOptions) -> None:
+        self.options = with_ports(options)
+        self._display = _Display()
+        self._supervisor = Supervisor(plan(self.options), show=self._display.show)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.options.host}:{self.options.port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by node name."""
+        return self._supervisor.pids
+
+    async def start(self) -> None:
+        """Start all processes and wait until every one of them has joined and the gateway serves.
+
+        Raises:
+            LaunchError: a process ended, or not everything serves in time; ``close`` afterwards.
+        """
+        self._supervisor.start()
+        ready = asyncio.create_task(self._wait_ready(), name="wait-ready")
+        failed = asyncio.create_task(self._supervisor.failed(), name="wait-failed")
+        try:
+            async with asyncio.timeout(self.options.start_timeout):
+                await asyncio.wait({ready, failed}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise StartError(
+                f"--start-timeout {self.options.start_timeout:g}: not everything serves yet: "
+                "see the lines above or give it more time"
+            ) from None
+        finally:
+            for task in (ready, failed):
+                task.cancel()
+            await asyncio.gather(ready, failed, return_exceptions=True)
+        if not failed.cancelled():
+            raise failed.result()
+        self._supervisor.on_ready()
+        self._display.registry_expected = True
+
+    async def failed(self) -> LaunchError:
+        """Return when the cluster cannot go on."""
+        return await self._supervisor.failed()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finish what runs and stop all processes, the gateway first."""
+        self._display.registry_expected = False
+        await self._supervisor.stop(timeout_s)
+
+    async def close(self) -> None:
+        """Stop all processes that are left."""
+        await self._supervisor.stop(0.0)
+
+    def abort(self) -> None:
+        self._supervisor.abort()
+
+    async def _wait_ready(self) -> None:
+        options = self.options
+        wanted = {"store": options.store, "prefill": options.prefill, "decode": options.decode}
+        while True:
+            if await asyncio.to_thread(self._serves, wanted):
+                return
+            await asyncio.sleep(READY_POLL_S)
+
+    def _serves(self, wanted: dict[str, int]) -> bool:
+        """True when the gateway is ready and all members have joined. Blocking."""
+        ready = get_json(f"{self.url}/ready", timeout_s=HTTP_TIMEOUT_S)
+        if ready is None or ready.status != 200:
+            return False
+        cluster = get_json(f"{self.url}/admin/cluster", timeout_s=HTTP_TIMEOUT_S)
+        if cluster is None or cluster.status != 200:
+            return False
+        roles = [member["role"] for member in cluster.body["members"]]
+        return all(roles.count(role) >= count for role, count in wanted.items())

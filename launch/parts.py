@@ -1,0 +1,112 @@
+"""What every role process is built on: identity, channels, bulk transport, seat in the cluster.
+
+Owns the construction from options and the order in which these end. Knows no roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from launch.config import JoinOptions, Options
+from launch.errors import ConfigError, StartError
+from launch.runtime import config_errors
+from transfer.config import TransferConfig, is_local_host
+from transfer.engine import TransferEngine
+from transfer.identity import Role, new_identity
+from transfer.registry_client import RegistryMembership
+from transfer.zmq_network import ZmqNetwork
+
+SECRET_VARIABLE = "KVFERRY_SECRET"
+
+
+def read_secret(options: Options) -> str | None:
+    """Return the cluster secret, from the file or the environment.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty, or ``--host`` needs a secret.
+    """
+    secret = os.environ.get(SECRET_VARIABLE)
+    if options.secret_file is not None:
+        try:
+            secret = Path(options.secret_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"--secret-file {options.secret_file}: {reason}") from error
+        if not secret:
+            raise ConfigError(f"--secret-file {options.secret_file}: empty: write a secret into it")
+    if not secret and not is_local_host(options.host):
+        raise ConfigError(
+            f"--host {options.host}: reachable from other machines, which needs a cluster secret: "
+            f"give every process the same --secret-file (or {SECRET_VARIABLE})"
+        )
+    return secret or None
+
+
+def make_network(secret: str | None) -> ZmqNetwork:
+    return ZmqNetwork(allow_remote=secret is not None, secret=secret)
+
+
+def make_transfer(options: JoinOptions, secret: str | None) -> TransferEngine:
+    with config_errors("--transfer"):
+        return TransferEngine(
+            TransferConfig.model_validate(
+                {
+                    "transport": options.transfer,
+                    "host": options.host,
+                    "advertise_host": options.advertise_host,
+                    "cluster_secret": secret,
+                }
+            )
+        )
+
+
+def control_bind(options: Options, port: int = 0) -> str:
+    """Return where a control channel listens."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"tcp://{host}:{port}"
+
+
+class Parts:
+    """The parts of one joined process. ``start`` before the node, ``close`` after it."""
+
+    def __init__(self, role: Role, options: JoinOptions) -> None:
+        secret = read_secret(options)
+        self.options = options
+        self.identity = new_identity(role, options.node_id)
+        self.network = make_network(secret)
+        self.transfer = make_transfer(options, secret)
+        self.membership = RegistryMembership(self.network, options.join, self.identity)
+
+    async def start(self) -> None:
+        await self.transfer.start()
+
+    async def joined(self, start: Coroutine[Any, Any, None]) -> None:
+        """Run the start of a node, which joins the cluster.
+
+        Raises:
+            StartError: no registry answered in time.
+            HelloRefused: the cluster's contract differs.
+        """
+        try:
+            async with asyncio.timeout(self.options.join_timeout):
+                await start
+        except TimeoutError:
+            raise StartError(
+                f"--join {self.options.join}: nobody answered within "
+                f"{self.options.join_timeout:g} s: start `kvferry gateway` there, or name the "
+                "address that it prints"
+            ) from None
+
+    async def close(self) -> None:
+        await self.membership.leave()
+        await self.transfer.close()
+        await self.network.close()
+
+    def abort(self) -> None:
+        self.membership.abort()
+        self.transfer.abort()
+        self.network.abort()

@@ -1,0 +1,117 @@
+"""The engine of a prefill or decode process: device, dtype, size of the pool, loading.
+
+Owns the choices that depend on this machine and are made before the first weight is read, so that
+what cannot work fails in one line. Imports torch: only in processes that compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from engine.config import resolve_device, resolve_dtype
+from engine.fake import FakeRunner
+from engine.loader import load_runner
+from engine.model_config import read_model_config
+from engine.step import Runner
+from kvstore.page import PageSpec
+from launch.config import ComputeOptions
+from launch.model_store import ResolvedModel
+from launch.progress import progress
+from launch.runtime import config_errors
+from launch.sizes import human_size, pages_in, parse_size
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_MEMORY = "512MiB"
+GPU_FREE_SHARE = 0.85  # of what is free beside the weights; the rest is for activations
+FAKE_NUM_PAGES = 4096
+
+
+def page_spec(directory: Path, page_size: int, dtype: torch.dtype) -> PageSpec:
+    """Return the page geometry of a model directory, from its configuration alone."""
+    config = read_model_config(directory)
+    return PageSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def choose_num_pages(
+    options: ComputeOptions, spec: PageSpec, device: torch.device, weights_nbytes: int
+) -> int:
+    """Return the pages of the pool: as asked, else what the memory holds."""
+    if options.num_pages is not None:
+        return options.num_pages
+    if options.kv_memory is None and device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        nbytes = int((free - weights_nbytes) * GPU_FREE_SHARE)
+        return pages_in(max(nbytes, 0), spec, "free GPU memory beside the weights:")
+    text = options.kv_memory or CPU_KV_MEMORY
+    return pages_in(parse_size(text, "--kv-memory"), spec, "--kv-memory")
+
+
+def make_runner(options: ComputeOptions, model: ResolvedModel, num_threads: int) -> Runner:
+    """Load the model. Blocks for as long as that takes.
+
+    Raises:
+        ConfigError: the model, the device or the sizes do not work here.
+    """
+    torch.set_num_threads(num_threads)
+    with config_errors(f"--model {options.model}"):
+        if model.directory is None:
+            return _fake_runner(options)
+        return _real_runner(options, model.name, model.directory, num_threads)
+
+
+def _real_runner(options: ComputeOptions, name: str, directory: Path, num_threads: int) -> Runner:
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    spec = page_spec(directory, options.page_size, dtype)
+    weights_nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    num_pages = choose_num_pages(options, spec, device, weights_nbytes)
+    logger.info(
+        "loading %s on %s in %s: %d pages of %d tokens (%s), %d threads",
+        name,
+        device,
+        spec.dtype,
+        num_pages,
+        spec.page_size,
+        human_size(num_pages * spec.page_nbytes),
+        num_threads,
+    )
+    with progress("loading weights") as report:
+        seen = 0
+
+        def on_tensor(done: int, total: int) -> None:
+            nonlocal seen
+            report.set_total(total)
+            report.advance(done - seen)
+            seen = done
+
+        return load_runner(
+            directory,
+            device=str(device),
+            dtype=spec.dtype,
+            num_pages=num_pages,
+            page_size=options.page_size,
+            attention=options.attention,
+            progress=on_tensor,
+            name=name,
+        )
+
+
+def _fake_runner(options: ComputeOptions) -> Runner:
+    num_pages = options.num_pages or FAKE_NUM_PAGES
+    logger.info("the fake model: %d pages of %d tokens", num_pages, options.page_size)
+    return FakeRunner(
+        num_pages=num_pages,
+        page_size=options.page_size,
+        step_delay_s=options.fake_step_delay,
+        token_delay_s=options.fake_token_delay,
+    )

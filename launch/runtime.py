@@ -1,0 +1,161 @@
+"""How a role process runs: event loop, signals, logging, and the one order of starting and ending.
+
+Owns the loop and the signal handlers. Knows no roles: a role is anything with the four methods of
+``Role``.
+
+::
+
+    start ──▶ serving ──1st signal──▶ drain(timeout) ──▶ close ──▶ exit 0
+      │          │                        │ 2nd signal
+      │ error    │ failed                 ▼
+      ▼          ▼                      abort ──▶ exit 130
+    close ──▶ exit 1 or 2
+
+A signal while ``start`` runs cancels it and closes what was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from launch.errors import EXIT_ABORTED, ConfigError, LaunchError, StartError
+from transfer.errors import HelloRefused, TransferError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """A signal came before the wanted thing happened."""
+
+
+class Role(Protocol):
+    """What a process is for."""
+
+    async def start(self) -> None: ...
+
+    async def failed(self) -> LaunchError:
+        """Return when the role cannot go on; never, as long as it can."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class StopSignal:
+    """SIGTERM and SIGINT: the first one sets ``wait``, the second one aborts the process."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._role: Role | None = None
+
+    def install(self, role: Role) -> None:
+        self._role = role
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if not self._event.is_set():
+            logger.info("stopping: finishing what runs (a second signal stops at once)")
+            self._event.set()
+            return
+        logger.warning("stopped at once")
+        assert self._role is not None
+        self._role.abort()
+        logging.shutdown()
+        os._exit(EXIT_ABORTED)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    async def before(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``, which a signal cancels.
+
+        Raises:
+            Stopped: the signal came first.
+        """
+        task = asyncio.ensure_future(work)
+        waiter = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Stopped
+        finally:
+            for future in (task, waiter):
+                future.cancel()
+            await asyncio.gather(task, waiter, return_exceptions=True)
+
+
+def setup_logging(level: str) -> None:
+    """Log lines for people, on stderr."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.captureWarnings(True)
+    for noisy in ("urllib3", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def run_role(role: Role, *, drain_timeout_s: float) -> None:
+    """Run one role to its end.
+
+    Raises:
+        LaunchError: it could not start, or could not go on.
+    """
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(role, drain_timeout_s))
+
+
+async def _serve(role: Role, drain_timeout_s: float) -> None:
+    stop = StopSignal()
+    stop.install(role)
+    try:
+        await stop.before(role.start())
+        failure = await stop.before(role.failed())
+        logger.error("cannot go on: %s", failure)
+        raise failure
+    except Stopped:
+        await role.drain(drain_timeout_s)
+    except HelloRefused as error:
+        raise ConfigError(f"refused by the cluster: {error}") from error
+    except TransferError as error:
+        raise StartError(f"{type(error).__name__}: {error}") from error
+    finally:
+        await role.close()
+
+
+async def forever() -> LaunchError:
+    """The ``failed`` of a role that has nothing to watch."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def config_errors(option: str) -> Any:
+    """Translate the ``ValueError`` of a config class (pydantic's included) to one line."""
+    try:
+        yield
+    except ValueError as error:
+        reason = str(error)
+        details = getattr(error, "errors", None)
+        if callable(details):  # pydantic.ValidationError
+            reason = str(details()[0]["msg"]).removeprefix("Value error, ")
+        raise ConfigError(f"{option}: {reason}") from error

@@ -1,0 +1,51 @@
+"""Sizes that people write: ``512MiB``, ``1GiB``, ``2g``; and how many pages fit in one.
+
+Pure functions. Knows neither options nor devices.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.page import PageSpec
+from launch.errors import ConfigError
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes of ``text``; units are binary.
+
+    Raises:
+        ConfigError: not a size, or zero; the message names ``option``.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    nbytes = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if nbytes <= 0:
+        raise ConfigError(f"{option} {text}: write a size like 512MiB or 2GiB")
+    return nbytes
+
+
+def pages_in(nbytes: int, spec: PageSpec, option: str) -> int:
+    """Return how many pages of ``spec`` fit in ``nbytes``.
+
+    Raises:
+        ConfigError: fewer than 2 (page 0 is the scratch page).
+    """
+    num_pages = nbytes // spec.page_nbytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"{option} {nbytes} bytes: a page has {spec.page_nbytes} bytes; "
+            f"at least {2 * spec.page_nbytes} are needed"
+        )
+    return num_pages
+
+
+def human_size(nbytes: float) -> str:
+    """Return ``nbytes`` with a unit, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

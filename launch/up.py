@@ -1,0 +1,83 @@
+"""``kvferry up``: a whole cluster on this machine, supervised until it is stopped.
+
+Owns what is printed: progress on stderr, and on stdout a request that can be pasted. The
+processes are ``LocalCluster``'s; with ``--transfer loopback`` all roles run in this process
+(``inproc.py``).
+"""
+
+from __future__ import annotations
+
+import json
+
+from launch import model_store, process_env
+from launch.cluster import LocalCluster, with_ports
+from launch.config import UpOptions
+from launch.errors import LaunchError
+from launch.progress import say
+from launch.runtime import Role, run_role, setup_logging
+from launch.sizes import parse_size
+
+
+def run(options: UpOptions) -> None:
+    """Run ``kvferry up`` to its end."""
+    setup_logging(options.log_level)
+    check(options)
+    resolved = model_store.resolve(options.model, pull_missing=True)
+    if options.transfer == "loopback":
+        process_env.apply(cores=None, threads=options.threads, gpus=options.gpus)
+        from launch.inproc import InProcessCluster
+
+        cluster: Role = InProcessCluster(with_ports(options))
+    else:
+        cluster = LocalCluster(options)
+    run_role(_Announced(cluster, resolved.name), drain_timeout_s=options.drain_timeout)
+
+
+def check(options: UpOptions) -> None:
+    """Refuse here what every child would refuse later."""
+    parse_size(options.segment, "--segment")
+    if options.kv_memory is not None:
+        parse_size(options.kv_memory, "--kv-memory")
+    if options.gpus is not None:
+        process_env.parse_gpus(options.gpus)
+
+
+class _Announced:
+    """A cluster that says how to use it once it serves."""
+
+    def __init__(self, cluster: Role, model: str) -> None:
+        self._cluster = cluster
+        self._model = model
+
+    async def start(self) -> None:
+        say("starting: this takes as long as loading the weights")
+        await self._cluster.start()
+        url: str = self._cluster.url  # type: ignore[attr-defined]
+        print(usage(url, self._model), flush=True)
+
+    async def failed(self) -> LaunchError:
+        return await self._cluster.failed()
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._cluster.drain(timeout_s)
+
+    async def close(self) -> None:
+        await self._cluster.close()
+
+    def abort(self) -> None:
+        self._cluster.abort()
+
+
+def usage(url: str, model: str) -> str:
+    """Return a request that can be pasted into a shell."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    path, body = "chat/completions", {"model": model, "messages": [question], "max_tokens": 64}
+    if model == model_store.FAKE_MODEL:
+        path, body = "completions", {"model": model, "prompt": "Hello", "max_tokens": 16}
+    return (
+        f"\nkvferry serves {model} at {url}. Ask it something:\n\n"
+        f"  curl {url}/v1/{path} \\\n"
+        "    -H 'content-type: application/json' -H 'x-kvferry-trace: 1' \\\n"
+        f"    -d '{json.dumps(body)}'\n\n"
+        "Ctrl-C stops everything."
+    )

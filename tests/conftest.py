@@ -1,0 +1,63 @@
+"""Fixtures of all tests: nothing may be left behind.
+
+Every test fails that leaves a task, a thread that is not a daemon, or a child process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+import pytest_asyncio
+
+THREAD_GRACE_S = 2.0
+
+
+@pytest_asyncio.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    """Fail when the test's tasks outlive it."""
+    yield
+    current = asyncio.current_task()
+    left = [task for task in asyncio.all_tasks() if task is not current and not task.done()]
+    assert not left, f"tasks left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail when threads or processes (and, in async tests, tasks) outlive the test."""
+    threads = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children()}
+    function = getattr(request, "function", None)
+    if inspect.iscoroutinefunction(function):
+        request.getfixturevalue("no_task_left")
+    yield
+    _check_threads(threads)
+    if request.node.get_closest_marker("shared_processes") is None:
+        _check_children(children)
+
+
+def _check_threads(before: set[threading.Thread]) -> None:
+    for thread in threading.enumerate():
+        if thread in before or thread.daemon or thread.name.startswith("asyncio_"):
+            continue  # the loop's own executor ends with the loop
+        thread.join(THREAD_GRACE_S)
+        assert not thread.is_alive(), f"thread left behind: {thread.name}"
+
+
+def _check_children(before: set[int]) -> None:
+    left = [child for child in psutil.Process().children() if child.pid not in before]
+    left = [child for child in left if _lives(child)]
+    assert not left, f"processes left behind: {left}"
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        if "resource_tracker" in " ".join(process.cmdline()):
+            return False  # multiprocessing's, one per interpreter
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,157 @@
+"""Bad input of every kind ends in one line that names the value and the remedy, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import model_store
+from launch.config import GatewayOptions, NodeOptions, Options, StoreOptions, UpOptions
+from launch.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    for name in ("KVFERRY_JOIN", "KVFERRY_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+BAD = [
+    (["up", "--model", "no-such-model"], ["no-such-model", "smollm2-135m"]),
+    (["up", "--model", "./no/such/dir"], ["./no/such/dir", "does not exist"]),
+    (["up", "--port", "70000"], ["--port 70000", "65535"]),
+    (["up", "--port", "65500", "--model", "fake"], ["--port 65500", "--join-port"]),
+    (["up", "--port", "http"], ["--port", "http"]),
+    (["up", "--transfer", "carrier-pigeon"], ["--transfer carrier-pigeon", "loopback"]),
+    (["up", "--decode", "0"], ["--decode 0", "1"]),
+    (["up", "--segment", "much", "--model", "fake"], ["--segment much", "GiB"]),
+    (["up", "--kv-memory", "0", "--model", "fake"], ["--kv-memory 0", "GiB"]),
+    (["up", "--no-such-option"], ["--no-such-option", "--help"]),
+    (["prefil"], ["prefil", "--help"]),
+    (["gateway", "--model", "smollm2-135m"], ["smollm2-135m", "kvferry model pull smollm2-135m"]),
+    (["gateway", "--host", "0.0.0.0", "--model", "fake"], ["--host 0.0.0.0", "--secret-file"]),
+    (["store", "--join", "nowhere"], ["--join nowhere", "tcp://HOST:PORT"]),
+    (["store", "--join", "tcp://127.0.0.1:0"], ["--join tcp://127.0.0.1:0", "tcp://HOST:PORT"]),
+    (["store", "--join", "etcd://127.0.0.1:2379/x"], ["etcd", "tcp://"]),
+    (["store", "--segment", "-1GiB"], ["--segment -1GiB", "512MiB"]),
+    (["store", "--secret-file", "/no/such/file"], ["--secret-file /no/such/file", "No such file"]),
+    (["prefill", "--page-size", "0"], ["--page-size 0", "1"]),
+    (["prefill", "--page-size", "4096"], ["--page-size 4096", "1024"]),
+    (["prefill", "--num-pages", "1"], ["--num-pages 1", "2"]),
+    (["prefill", "--cores", "0-x", "--model", "fake"], ["--cores 0-x", "0-3"]),
+    (["prefill", "--cores", "9999", "--model", "fake"], ["--cores 9999", "core 9999"]),
+    (["decode", "--device", "abacus"], ["--device abacus", "cpu"]),
+    (["decode", "--gpus", "0,,1", "--count", "2", "--model", "fake"], ["--gpus 0,,1", "0,1"]),
+    (["status", "--join", "here"], ["--join here", "tcp://"]),
+    (["model", "path", "gpt-5"], ["gpt-5", "smollm2-135m"]),
+    (["model", "pull", "gpt-5"], ["gpt-5", "smollm2-135m"]),
+    (["model", "path", "smollm2-135m"], ["smollm2-135m", "model pull"]),
+    (["model", "convert", "none.gguf", "out"], ["none.gguf", "no such file"]),
+    (["model", "path"], ["name", "--help"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_is_one_line_with_the_value_and_the_remedy(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("kvferry: error: ")
+    for word in words:
+        assert word in lines[0]
+    assert captured.out == ""
+
+
+def test_a_directory_that_is_no_model_is_refused_by_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gateway", "--model", str(tmp_path)]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["gateway", "--model", str(tmp_path)]) == 2
+    assert "safetensors" in capsys.readouterr().err
+
+
+def test_a_home_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "file"))
+    assert main(["model", "pull", "smollm2-135m"]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_version_and_model_list_print_results_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert main(["model", "list"]) == 0
+    assert capsys.readouterr().out.startswith("smollm2-135m\tnot pulled\t")
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "store", "prefill", "decode"])
+def test_help_shows_the_defaults_of_the_code(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    models: dict[str, type[Options]] = {
+        "up": UpOptions,
+        "gateway": GatewayOptions,
+        "store": StoreOptions,
+        "prefill": NodeOptions,
+        "decode": NodeOptions,
+    }
+    for name, field in models[command].model_fields.items():
+        if name.startswith("fake_"):
+            continue
+        assert f"--{name.replace('_', '-')}" in text
+        if field.default is not None:
+            assert f"default: {field.default}]" in text
+
+
+def test_command_line_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, launch.main; "
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'zmq', 'gguf'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["launch.store_role", "launch.gateway_role", "launch.status"])
+def test_store_gateway_and_status_never_import_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "heavy = {'torch', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_options_survive_the_way_through_a_command_line() -> None:
+    options = NodeOptions.of(node_id="p", page_size=32, join="tcp://127.0.0.1:9", threads=3)
+    argv = options.argv()
+    values = dict(zip(argv[::2], argv[1::2], strict=True))
+    again = NodeOptions.of(**{k[2:].replace("-", "_"): v for k, v in values.items()})
+    assert again == options
+
+
+def test_pull_resolves_a_directory_that_is_complete_without_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = model_store.path_of("smollm2-135m")
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({}))
+    assert main(["model", "pull", "smollm2-135m"]) == 0
+    assert main(["model", "path", "smollm2-135m"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(directory)] * 2
