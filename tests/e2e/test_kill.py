@@ -154,8 +154,13 @@ def test_drained_nodes_fail_no_request(pair: Cluster) -> None:
     prompts = [prompt_of(60 + 10 * i, seed=800 + i) for i in range(6)]
     with ThreadPoolExecutor(6) as pool:
         futures = [pool.submit(ask, pair, prompt, Answer()) for prompt in prompts]
-        busy(pair, "decode").signal(signal.SIGTERM)
-        next(p for p in pair.procs.values() if p.role == "prefill").signal(signal.SIGTERM)
-        next(p for p in pair.procs.values() if p.role == "store").signal(signal.SIGTERM)
+        leaving = [
+            busy(pair, "decode"),
+            pair.proc_of("prefill", None),
+            pair.proc_of("store", None),
+        ]
+        for proc in leaving:
+            proc.signal(signal.SIGTERM)
         answers = [future.result(timeout=90) for future in futures]
     assert answers == [expected(prompt, MAX_TOKENS) for prompt in prompts]
+    assert [proc.popen.wait(timeout=60) for proc in leaving] == [0, 0, 0]
