@@ -1,14 +1,9 @@
 """The decode node: pulls KV pages of prompts, generates tokens, writes pages back."""
 
 from decode_node.config import DecodeConfig
-from decode_node.messages import CacheCleared, ClearCache, GetStats, StatsReply
 from decode_node.node import DecodeNode
 
 __all__ = [
-    "CacheCleared",
-    "ClearCache",
     "DecodeConfig",
     "DecodeNode",
-    "GetStats",
-    "StatsReply",
 ]

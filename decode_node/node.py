@@ -22,12 +22,10 @@ from collections.abc import AsyncIterator
 from itertools import count
 
 from decode_node.config import DecodeConfig
-from decode_node.event_feed import EventFeed
 from decode_node.fetcher import Fetcher
 from decode_node.intake import new_sequence
 from decode_node.leg_news import EarlyNews
 from decode_node.legs import Legs
-from decode_node.messages import CacheCleared, ClearCache, GetStats, StatsReply
 from decode_node.page_cache import PageCache
 from decode_node.page_holds import PageHolds
 from decode_node.scheduler import Admitted, Scheduler, StepResult, UnwrittenPages
@@ -37,7 +35,15 @@ from decode_node.write_back import WriteBack
 from engine.page_allocator import PageAllocator
 from engine.request import Ack, DecodeEvent, DecodeRequest, Finished, PrefillUpdate
 from engine.step import Runner
-from kvstore.events import KvEventLog, WatchKvEvents
+from kvstore.event_feed import EventFeed
+from kvstore.events import (
+    CacheCleared,
+    ClearCache,
+    GetStats,
+    KvEventLog,
+    StatsReply,
+    WatchKvEvents,
+)
 from kvstore.store import PageStore
 from transfer.channel import Caller, Hello, Listener, Network, Service
 from transfer.errors import RemoteFailed

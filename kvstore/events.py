@@ -1,8 +1,9 @@
-"""KV events: what a node's local cache holds, as a numbered stream.
+"""What a node's local cache tells others: a numbered stream of events, and answers when asked.
 
-Owns the wire structs (named after vLLM's ``BlockStored``/``BlockRemoved``/``AllBlocksCleared``)
-and ``KvEventLog``, the sans-I/O publisher side. A subscriber first receives a snapshot, then
-batches whose ``seq`` rises by one; a gap means: subscribe again.
+Owns the wire structs (events are named after vLLM's ``BlockStored``/``BlockRemoved``/
+``AllBlocksCleared``) and ``KvEventLog``, the sans-I/O publisher side. A subscriber first receives a
+snapshot, then batches whose ``seq`` rises by one; a gap means: subscribe again. Prefill and decode
+nodes speak the same words: whoever asks need not know which kind of node answers.
 
 The log is bounded. A subscriber that stalls loses batches (counted), never slows the node.
 """
@@ -49,6 +50,26 @@ class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 class WatchKvEvents(msgspec.Struct, frozen=True, tag="watch_kv_events"):
     """Stream request: answered with ``KvEventBatch`` items without end."""
+
+
+class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
+    """Forget the local cache. Pages of running requests stay theirs. Reply: ``CacheCleared``."""
+
+
+class CacheCleared(msgspec.Struct, frozen=True, kw_only=True, tag="cache_cleared"):
+    num_pages: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Reply: ``StatsReply``."""
+
+
+class StatsReply(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Counters (only ever rise) and gauges of one node, by name."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    healthy: bool
 
 
 class KvEventLog:

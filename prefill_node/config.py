@@ -6,7 +6,6 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
-WATCHERS_MAX = 64  # subscribers to KV events
 RESTORE_RECORDS_MAX = 64  # restore decisions kept for people
 ENGINE_FAILURES_MAX = 3  # steps that fail in a row before the node calls itself unhealthy
 STORE_GRACE_S = 0.25  # a store call that outlives its own deadline by this much is cancelled

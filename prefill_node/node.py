@@ -17,12 +17,11 @@ from itertools import count
 
 from engine.request import GenerateRequest, PrefillEvent, PrefillRequest
 from engine.step import Runner
-from kvstore.events import WatchKvEvents
+from kvstore.events import CacheCleared, ClearCache, GetStats, StatsReply, WatchKvEvents
 from kvstore.keys import namespace_of
 from kvstore.store import PageStore
 from prefill_node.config import KEYS_INLINE_TOKENS_MAX, PrefillConfig
 from prefill_node.leg import Leg
-from prefill_node.messages import CacheCleared, ClearCache, GetStats, StatsReply
 from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.request_state import PrefillJob
 from transfer.channel import Caller, Hello, Listener, Network, Service
@@ -143,6 +142,7 @@ class PrefillNode:
 
     def counters(self) -> dict[str, float]:
         self._loop.stats.counters.pages_evicted = self._loop.cache.num_evicted_pages
+        self._loop.stats.counters.num_event_resyncs = self._loop.feed.num_resyncs
         return self._loop.stats.as_dict()
 
     def check(self) -> None:

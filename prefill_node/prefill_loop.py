@@ -26,11 +26,11 @@ from functools import partial
 from engine.page_allocator import PageAllocator
 from engine.request import FirstToken, TokenOut
 from engine.step import Runner
+from kvstore.event_feed import EventFeed
 from kvstore.events import KvEventLog
 from kvstore.page import PageId
 from kvstore.store import PageStore
 from prefill_node.config import ENGINE_FAILURES_MAX, PrefillConfig
-from prefill_node.event_feed import EventFeed
 from prefill_node.leg import Leg
 from prefill_node.publisher import Publisher
 from prefill_node.radix_cache import RadixCache
@@ -53,7 +53,7 @@ class PrefillLoop:
     ) -> None:
         self.stats = PrefillStats()
         self.log = KvEventLog()
-        self.feed = EventFeed(self.log, self.stats)
+        self.feed = EventFeed(self.log)
         self.allocator = PageAllocator(runner.pool.num_pages)
         self.cache = RadixCache(self.allocator, runner.info.spec.page_size, self.log)
         self.scheduler = PrefillScheduler(config, runner.info, self.allocator, self.cache)

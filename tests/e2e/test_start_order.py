@@ -40,10 +40,10 @@ def test_pools_grow_and_shrink_while_serving(tmp_path: Path) -> None:
         cluster.wait_for({"store": 2, "prefill": 2, "decode": 2})
         prompt = prompt_of(200, seed=2)
         assert tokens_of(complete(cluster.url, prompt, 10)) == expected(prompt, 10)
-        for role in ("prefill", "decode", "store"):
-            next(p for p in cluster.procs.values() if p.role == role).signal(signal.SIGTERM)
+        leaving = [cluster.proc_of(role, None) for role in ("prefill", "decode", "store")]
+        for proc in leaving:
+            proc.signal(signal.SIGTERM)
         cluster.wait_for({"store": 1, "prefill": 1, "decode": 1})
         prompt = prompt_of(210, seed=3)
         assert tokens_of(complete(cluster.url, prompt, 10)) == expected(prompt, 10)
-        stopped = [p for p in cluster.procs.values() if p.popen.poll() is not None]
-        assert [p.popen.returncode for p in stopped] == [0, 0, 0]
+        assert [proc.popen.wait(timeout=60) for proc in leaving] == [0, 0, 0]

@@ -13,7 +13,6 @@ from engine.fake import fake_generate
 from engine.request import FirstToken, PrefillDone, PrefillEvent, PrefillRequest, SamplingParams
 from kvstore.events import WatchKvEvents
 from kvstore.keys import namespace_of, page_keys
-from prefill_node.messages import ClearCache, GetStats
 from tests.prefill_node.harness import (
     GREEDY,
     PAGE_SIZE,
