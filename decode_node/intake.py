@@ -11,7 +11,7 @@ import numpy as np
 
 from decode_node.key_chain import KeyChain, TokenIds
 from decode_node.sequence import Sequence
-from engine.request import DecodeRequest
+from engine.request import DecodeRequest, ErrorCode
 from engine.step import ModelInfo
 from kvstore.keys import Namespace, namespace_of, page_keys
 from kvstore.page import PageKey
@@ -28,21 +28,24 @@ def context_of(message: DecodeRequest, info: ModelInfo) -> TokenIds:
     """
     request = message.request
     if len(request.prompt) % 4 or len(request.emitted) % 4:
-        raise RemoteFailed("invalid_request", "prompt and emitted are int32 tokens, 4 bytes each")
+        text = "prompt and emitted are int32 tokens, 4 bytes each"
+        raise RemoteFailed(ErrorCode.INVALID_REQUEST, text)
     tokens: TokenIds = np.frombuffer(request.prompt + request.emitted, dtype="<i4")
     if not request.prompt:
-        raise RemoteFailed("invalid_request", "the prompt is empty: send at least one token")
+        text = "the prompt is empty: send at least one token"
+        raise RemoteFailed(ErrorCode.INVALID_REQUEST, text)
     if request.sampling.max_tokens < 1:
-        raise RemoteFailed("invalid_request", f"max_tokens={request.sampling.max_tokens}: below 1")
+        text = f"max_tokens={request.sampling.max_tokens}: below 1"
+        raise RemoteFailed(ErrorCode.INVALID_REQUEST, text)
     if len(tokens) + 1 > info.max_model_len:
         raise RemoteFailed(
-            "too_long",
+            ErrorCode.TOO_LONG,
             f"{len(tokens)} tokens leave no room for output: the model takes {info.max_model_len}",
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= info.vocab_size:
         raise RemoteFailed(
-            "invalid_request",
+            ErrorCode.INVALID_REQUEST,
             f"token {low if low < 0 else high} is not in 0..{info.vocab_size - 1}",
         )
     return tokens

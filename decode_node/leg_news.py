@@ -3,6 +3,10 @@
 Owns ``LegNews`` (one request) and ``EarlyNews`` (news that came before its request, bounded in
 number and age). Sans-I/O: the time is passed in.
 
+News that comes *after* its leg ended looks like early news, and would be given to a later leg of
+the same request, whose prefill leg it is not about. So ids of ended legs are remembered as long as
+news is kept, and their news is not: the gateway tells a new leg again until that leg knows.
+
 Rules: each field is news once, repeats change nothing. ``failed`` after a first token only says
 that no more pages will come. A first token after ``failed`` is ignored: the gateway ignores that
 leg too, and this node may have made another one.
@@ -70,8 +74,8 @@ class EarlyNews:
     """Updates for requests that are not here yet, oldest first out.
 
     Args:
-        limit: updates kept.
-        ttl_s: how long.
+        limit: updates kept; and ids of ended legs remembered.
+        ttl_s: how long, both.
     """
 
     def __init__(self, limit: int, ttl_s: float) -> None:
@@ -80,32 +84,47 @@ class EarlyNews:
         self._updates: dict[RequestId, list[PrefillUpdate]] = {}
         self._arrived_s: dict[RequestId, float] = {}
         self._count = 0
+        self._ended_s: dict[RequestId, float] = {}
         self.num_dropped = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, update: PrefillUpdate, now: float) -> None:
-        """Keep ``update``; expired and surplus ones go."""
+    def add(self, update: PrefillUpdate, now: float) -> bool:
+        """Keep ``update``; expired and surplus ones go. False: not kept, its leg ended."""
         self._expire(now)
+        if update.request_id in self._ended_s:
+            return False
         kept = self._updates.setdefault(update.request_id, [])
         self._arrived_s.setdefault(update.request_id, now)
         if update in kept:
-            return
+            return True
         kept.append(update)
         self._count += 1
         while len(self) > self._limit:
             self._drop(next(iter(self._updates)))
+        return True
+
+    def ended(self, request_id: RequestId, now: float) -> None:
+        """The leg of ``request_id`` is over: do not keep its late news."""
+        self._expire(now)
+        self._ended_s.pop(request_id, None)  # the newest last
+        self._ended_s[request_id] = now
+        if len(self._ended_s) > self._limit:
+            del self._ended_s[next(iter(self._ended_s))]
 
     def take(self, request_id: RequestId, now: float) -> list[PrefillUpdate]:
-        """Return and forget what was kept for one request, in the order of arrival."""
+        """A leg of ``request_id`` begins: return and forget what was kept, in order of arrival."""
         self._expire(now)
+        self._ended_s.pop(request_id, None)
         self._arrived_s.pop(request_id, None)
         kept = self._updates.pop(request_id, [])
         self._count -= len(kept)
         return kept
 
     def _expire(self, now: float) -> None:
+        while self._ended_s and now - next(iter(self._ended_s.values())) >= self._ttl_s:
+            del self._ended_s[next(iter(self._ended_s))]
         while self._arrived_s:
             oldest, arrived_s = next(iter(self._arrived_s.items()))
             if now - arrived_s < self._ttl_s:

@@ -3,7 +3,7 @@
 Owns the way of one leg from its request to its last item, and the delivery of news. Decides
 nothing about pages or steps. Knows no network beyond ``Caller``.
 
-    open ──▶ queued, pulled, run (scheduler) ──▶ ended ──final put, at most a while──▶ Finished
+    open ──▶ queued, pulled ──PromptReady──▶ run ──▶ ended ──last put, at most a while──▶ Finished
 
 A request id that is opened again replaces the older leg: the gateway has given that one up.
 """
@@ -20,7 +20,15 @@ from decode_node.output_stream import OutputStream
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import ENDED, SeqState, Sequence
 from decode_node.write_back import Ticket
-from engine.request import Finished, FinishReason, PrefillUpdate, RequestId, TokenOut
+from engine.request import (
+    ErrorCode,
+    Finished,
+    FinishReason,
+    PrefillUpdate,
+    PromptReady,
+    RequestId,
+    TokenOut,
+)
 from transfer.errors import RemoteFailed
 
 logger = logging.getLogger(__name__)
@@ -33,6 +41,7 @@ class Leg:
     seq: Sequence
     deadline_s: float
     stream: OutputStream = field(default_factory=OutputStream)
+    prompt_said: bool = False
     last_put: Ticket | None = None
 
 
@@ -66,7 +75,8 @@ class Legs:
         self.counters = dict.fromkeys(
             ("requests", "refused", "finished", "handed_over", "aborted", "failed"), 0
         )
-        self.counters.update(dict.fromkeys(("tokens", "news", "news_early", "superseded"), 0))
+        others = ("tokens", "news", "news_early", "news_late", "superseded")
+        self.counters.update(dict.fromkeys(others, 0))
 
     @property
     def num_open(self) -> int:
@@ -83,7 +93,7 @@ class Legs:
         older = self._by_id.get(seq.request_id)
         if older is not None:
             self.counters["superseded"] += 1
-            self.fail([older.seq], RemoteFailed("superseded", "the request was sent again"))
+            self.fail([older.seq], RemoteFailed(ErrorCode.SUPERSEDED, "sent again"))
         refusal = self._scheduler.submit(seq)
         if refusal is not None:
             self.counters["refused"] += 1
@@ -107,6 +117,7 @@ class Legs:
             self._scheduler.stop(seq, SeqState.ABORTED)
         if self._by_id.get(seq.request_id) is leg:
             del self._by_id[seq.request_id]
+            self._early.ended(seq.request_id, asyncio.get_running_loop().time())
         if self._by_seq.pop(seq, None) is not None and not self._by_seq:
             self._empty.set()
 
@@ -120,8 +131,8 @@ class Legs:
         now = asyncio.get_running_loop().time()
         leg = self._by_id.get(update.request_id)
         if leg is None:
-            self.counters["news_early"] += 1
-            self._early.add(update, now)
+            kept = self._early.add(update, now)
+            self.counters["news_early" if kept else "news_late"] += 1
             return False
         self._apply(leg, update, now)
         return True
@@ -141,7 +152,27 @@ class Legs:
 
     # ---- a leg ends
 
+    def prompt_ready(self, seq: Sequence) -> None:
+        """Say where the KV of the prompt came from, once it is all there; idempotent."""
+        leg, stats = self._by_seq.get(seq), seq.stats
+        if leg is None or leg.prompt_said or leg.stream.ended or not seq.prompt_complete:
+            return
+        leg.prompt_said = True
+        leg.stream.prompt_ready(
+            PromptReady(
+                computed_tokens=stats.computed_tokens,
+                computed_emitted_tokens=stats.computed_emitted_tokens,
+                cached_local_tokens=stats.cached_local_tokens,
+                cached_store_tokens=stats.cached_store_tokens,
+                pages_pulled=stats.pages_pulled,
+                bytes_pulled=stats.bytes_pulled,
+                recomputed_pages=stats.recomputed_pages,
+                pull_s=stats.pull_s,
+            )
+        )
+
     def output(self, seq: Sequence, output: TokenOut) -> None:
+        self.prompt_ready(seq)
         leg = self._by_seq.get(seq)
         if leg is not None and not leg.stream.ended:
             self.counters["tokens"] += 1
@@ -187,6 +218,7 @@ class Legs:
             Finished(
                 reason=seq.reason,
                 computed_tokens=stats.computed_tokens,
+                computed_emitted_tokens=stats.computed_emitted_tokens,
                 cached_local_tokens=stats.cached_local_tokens,
                 cached_store_tokens=stats.cached_store_tokens,
                 pages_pulled=stats.pages_pulled,
@@ -227,7 +259,7 @@ class Legs:
     def abort(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        closed = RemoteFailed("closed", "the node has closed: retry elsewhere")
+        closed = RemoteFailed(ErrorCode.CLOSED, "the node has closed: retry elsewhere")
         for leg in self._by_seq.values():
             leg.stream.finish(closed)
 

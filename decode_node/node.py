@@ -7,7 +7,7 @@ no HTTP.
     PrefillUpdate ──▶  │         │  ▲ pages there            │ tokens
                        │         ▼  │                        ▼
                        │       Fetcher ◀── store ◀── WriteBack
-                       └──────────── OutputStream ──▶ TokensOut ..., Finished
+                       └──────────── OutputStream ──▶ PromptReady, TokensOut ..., Finished
 
 One rule keeps pages safe: every holder (page table, page cache, pull, write-back) has its own
 reference, and gives it back once, when it touches the page no more.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from itertools import count
 
@@ -32,8 +31,16 @@ from decode_node.scheduler import Admitted, Scheduler, StepResult, UnwrittenPage
 from decode_node.sequence import SeqState, Sequence
 from decode_node.step_loop import StepLoop
 from decode_node.write_back import WriteBack
+from engine.node_facts import contract_of, labels_of
 from engine.page_allocator import PageAllocator
-from engine.request import Ack, DecodeEvent, DecodeRequest, Finished, PrefillUpdate
+from engine.request import (
+    Ack,
+    DecodeEvent,
+    DecodeRequest,
+    ErrorCode,
+    Finished,
+    PrefillUpdate,
+)
 from engine.step import Runner
 from kvstore.event_feed import EventFeed
 from kvstore.events import (
@@ -48,7 +55,7 @@ from kvstore.store import PageStore
 from transfer.channel import Caller, Hello, Listener, Network, Service
 from transfer.errors import RemoteFailed
 from transfer.identity import Identity
-from transfer.interface import Transfer
+from transfer.interface import Region, Transfer
 from transfer.membership import Membership, NodeInfo, NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -60,7 +67,8 @@ class DecodeNode:
     """See the module.
 
     ``network``, ``transfer``, ``store`` and ``membership`` are started and closed by the caller;
-    the node leaves the membership when it closes.
+    the node leaves the membership when it closes. ``region`` is the page pool as ``store`` takes
+    it, and is revoked by the node; by default a host pool is registered with ``transfer``.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class DecodeNode:
         store: PageStore,
         membership: Membership,
         runner: Runner,
+        region: Region | None = None,
     ) -> None:
         self.identity = identity
         self._config = config
@@ -89,7 +98,7 @@ class DecodeNode:
         self._scheduler = Scheduler(
             config, info, self._allocator, self._cache, self._holds, outlet=self
         )
-        self._region = transfer.register(runner.pool.storage)
+        self._region = region or transfer.register(runner.pool.storage)
         self._fetcher = Fetcher(
             store=store,
             region=self._region,
@@ -130,11 +139,7 @@ class DecodeNode:
     async def start(self) -> None:
         """Run the step loop, listen, join the membership (waits for the registry)."""
         self._loop.start()
-        contract = {
-            **self._info.spec.describe(),
-            "fingerprint": self._info.fingerprint,
-            "model": self._info.name,
-        }
+        contract = contract_of(self._info)
         hello = Hello(identity=self.identity, contract=contract)
         self._listener = await self._network.listen(self.service(), hello, self._config.bind)
         info = NodeInfo(
@@ -142,7 +147,7 @@ class DecodeNode:
             address=self._listener.address,
             transport=self._transfer.transport,
             contract=contract,
-            labels=self._labels(),
+            labels=labels_of(self._runner),
         )
         await self._membership.join(info, self.status)
 
@@ -236,17 +241,6 @@ class DecodeNode:
         """Assert that every reference on every page is accounted for."""
         self._scheduler.check()
 
-    def _labels(self) -> dict[str, str]:
-        return {
-            "max_model_len": str(self._info.max_model_len),
-            "vocab_size": str(self._info.vocab_size),
-            "eos_token_ids": ",".join(str(token) for token in sorted(self._info.eos_token_ids)),
-            "device": str(self._runner.pool.storage.device),
-            "pid": str(os.getpid()),
-            "num_pages": str(self._allocator.num_pages - 1),
-            "page_nbytes": str(self._info.spec.page_nbytes),
-        }
-
     # ---- handlers
 
     def service(self) -> Service:
@@ -259,7 +253,9 @@ class DecodeNode:
         return service
 
     async def decode(self, message: DecodeRequest, caller: Caller) -> AsyncIterator[DecodeEvent]:
-        """Yield ``TokensOut`` items, then ``Finished``. Leaving early aborts the request.
+        """Yield ``PromptReady``, ``TokensOut`` items, then ``Finished``.
+
+        Leaving early aborts the request; its full pages are stored all the same.
 
         Raises:
             RemoteFailed: invalid_request, too_long, overloaded, draining, superseded,
@@ -277,7 +273,8 @@ class DecodeNode:
                     async with asyncio.timeout_at(caller.deadline_s):
                         item = await leg.stream.next()
                 except TimeoutError:
-                    raise RemoteFailed("deadline_exceeded", "the request took too long") from None
+                    text = "the request took too long"
+                    raise RemoteFailed(ErrorCode.DEADLINE_EXCEEDED, text) from None
                 yield item
         finally:
             self._legs.close(leg)
@@ -298,7 +295,7 @@ class DecodeNode:
 
     def _refuse_when_draining(self) -> None:
         if self._draining:
-            raise RemoteFailed("draining", "the node shuts down: retry elsewhere")
+            raise RemoteFailed(ErrorCode.DRAINING, "the node shuts down: retry elsewhere")
 
     # ---- PageOutlet: what the scheduler lets go of
 
@@ -322,6 +319,7 @@ class DecodeNode:
 
     def _on_pulled(self, seq: Sequence) -> None:
         seq.settle()
+        self._legs.prompt_ready(seq)
         self._loop.wake()
 
     def _on_news(self, seq: Sequence) -> None:
@@ -329,13 +327,16 @@ class DecodeNode:
         self._loop.wake()
 
     def _on_result(self, result: StepResult) -> None:
+        for seq in result.prompts:
+            self._legs.prompt_ready(seq)
         for seq, output in result.outputs:
             self._legs.output(seq, output)
         for seq in result.ended:
             self._legs.ended(seq)
 
     def _on_engine_failed(self, seqs: list[Sequence], error: BaseException) -> None:
-        self._legs.fail(seqs, RemoteFailed("engine_failed", f"{type(error).__name__}: {error}"))
+        text = f"{type(error).__name__}: {error}"
+        self._legs.fail(seqs, RemoteFailed(ErrorCode.ENGINE_FAILED, text))
 
     def _on_pages_released(self) -> None:
         self._loop.wake()

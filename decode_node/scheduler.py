@@ -33,7 +33,7 @@ from decode_node.page_holds import PageHolds
 from decode_node.pull_plan import PullPlan
 from decode_node.sequence import ENDED, SeqState, Sequence
 from engine.page_allocator import PageAllocator
-from engine.request import FinishReason, TokenOut
+from engine.request import ErrorCode, FinishReason, TokenOut
 from engine.step import ModelInfo, SeqStep
 from kvstore.page import PageId, PageKey
 from kvstore.store import PageIdentity
@@ -56,7 +56,7 @@ class PageOutlet(Protocol):
 class Refusal(NamedTuple):
     """Why a request is not taken: a ``RemoteFailed`` in the making."""
 
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -73,8 +73,9 @@ class Planned(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step brought: tokens for streams, and sequences that are over."""
+    """What a step brought: prompts whose KV is complete now, tokens, sequences that are over."""
 
+    prompts: list[Sequence]
     outputs: list[tuple[Sequence, TokenOut]]
     ended: list[Sequence]
 
@@ -118,18 +119,19 @@ class Scheduler:
         num_pages = self._allocator.num_pages - 1
         if seq.num_context + 1 > self._info.max_model_len:
             return Refusal(
-                "too_long",
+                ErrorCode.TOO_LONG,
                 f"{seq.num_context} tokens leave no room for output: the model takes "
                 f"{self._info.max_model_len}",
             )
         if seq.num_pages_max > num_pages:
             return Refusal(
-                "too_long",
+                ErrorCode.TOO_LONG,
                 f"{seq.num_tokens_max} tokens need {seq.num_pages_max} pages, the pool has "
                 f"{num_pages}: lower max_tokens or raise num_pages",
             )
         if len(self._waiting) >= self._config.max_waiting:
-            return Refusal("overloaded", f"{len(self._waiting)} requests are waiting already")
+            text = f"{len(self._waiting)} requests are waiting already"
+            return Refusal(ErrorCode.OVERLOADED, text)
         bisect.insort(self._waiting, seq, key=lambda s: s.order)
         return None
 
@@ -280,10 +282,11 @@ class Scheduler:
 
     def complete(self, planned: Seq[Planned], outputs: Seq[TokenOut | None]) -> StepResult:
         """Take in the outcome of a step."""
-        result = StepResult([], [])
+        result = StepResult([], [], [])
         for (seq, step), output in zip(planned, outputs, strict=True):
             seq.in_step = False
-            seq.step_done(step)
+            if seq.step_done(step):
+                result.prompts.append(seq)
             self._offer(seq)
             reason: FinishReason | None = None
             if output is not None:
@@ -304,19 +307,20 @@ class Scheduler:
         return result
 
     def fail(self, planned: Seq[Planned]) -> list[Sequence]:
-        """The step broke: its sequences are over, what it wrote is not used."""
+        """The step broke: its sequences are over, nothing of theirs is stored any more."""
         failed = []
         for seq, _ in planned:
             seq.in_step = False
             self._ending.pop(seq, None)
-            self._end(seq, SeqState.ABORTED, None)
+            self._end(seq, SeqState.ABORTED, None, keep=False)
             failed.append(seq)
         return failed
 
     # ---- going out
 
     def stop(self, seq: Sequence, state: SeqState, reason: FinishReason | None = None) -> bool:
-        """End ``seq`` in any state, idempotently; FINISHED stores what it has.
+        """End ``seq`` in any state, idempotently. What it has is stored: all of it when FINISHED,
+        the full pages when ABORTED (then nobody waits for the put).
 
         Returns False when it ended before, or when a step is running it: then ``complete`` ends it
         (with its own reason, if that step finishes it) and reports it.
@@ -329,13 +333,17 @@ class Scheduler:
         self._end(seq, state, reason)
         return True
 
-    def _end(self, seq: Sequence, state: SeqState, reason: FinishReason | None) -> None:
+    def _end(
+        self, seq: Sequence, state: SeqState, reason: FinishReason | None, *, keep: bool = True
+    ) -> None:
         self._outlet.stop_pull(seq)
         queue = self._waiting if seq.state is SeqState.WAITING else self._active
         queue.remove(seq)
         if state is SeqState.FINISHED:
             settled = seq.state not in (SeqState.WAITING, SeqState.PULLING)
             self._outlet.write_back(seq, seq.take_unwritten(tail=settled), final=True)
+        elif keep and seq.num_full_pages > seq.num_written:
+            self._outlet.write_back(seq, seq.take_unwritten(tail=False), final=False)
         self._allocator.release(seq.end(state, reason))
 
     def clear_cache(self) -> int:

@@ -62,6 +62,7 @@ class SeqStats:
     """Exact accounting, in the terms of ``Finished``."""
 
     computed_tokens: int = 0
+    computed_emitted_tokens: int = 0
     cached_local_tokens: int = 0
     cached_store_tokens: int = 0
     pages_pulled: int = 0
@@ -113,6 +114,7 @@ class Sequence:
         self.reason: FinishReason | None = None
         self.stats = SeqStats()
         self._counting = True  # until the context was complete for the first time
+        self._computed: bytearray | None = None  # while counting: 1 for positions computed here
         # A leg that goes on where another node stopped finds KV for all tokens but the last there.
         continues = self.num_emitted > 0 and not message.expect_prefill
         self._pull_target = self.num_context - 1 if continues else self.num_context
@@ -199,10 +201,9 @@ class Sequence:
         self.page_ids = cached + fresh
         self.num_kv = len(cached) * self.page_size
         self.num_written = self.num_offered = len(cached)
-        if self._counting:
-            self.stats.computed_tokens = self.stats.recomputed_pages = 0
+        if self._counting:  # again, after a retraction: what was computed here stays computed
             self.stats.cached_store_tokens = 0
-            self.stats.cached_local_tokens = self.num_kv
+            self.stats.cached_local_tokens = self._num_found(0, self.num_kv)
         num_pages = self.info.spec.num_pages_for(self._pull_target)
         wanted = [
             self.chain.identity(self._tokens, i, self._pull_target)
@@ -215,16 +216,17 @@ class Sequence:
         assert index * self.page_size == self.num_kv, (index, self.num_kv)
         gained = min((index + 1) * self.page_size, self._pull_target) - self.num_kv
         assert gained > 0, (index, self.num_kv, self._pull_target)
+        found = self._num_found(self.num_kv, self.num_kv + gained) if self._counting else 0
         self.num_kv += gained
         self.num_written = self.num_full_pages
         if local:
             self.num_offered = self.num_full_pages
         if self.num_kv == self._pull_target:
             self.tail_written = self.num_kv
-        if self._counting and local:
-            self.stats.cached_local_tokens += gained
-        elif self._counting:
-            self.stats.cached_store_tokens += gained
+        if local:
+            self.stats.cached_local_tokens += found
+        else:
+            self.stats.cached_store_tokens += found
 
     def share(self, index: int, page_id: PageId) -> PageId:
         """Use ``page_id`` (held for this sequence by the caller) as the page at the frontier.
@@ -254,8 +256,7 @@ class Sequence:
             self.state = SeqState.RUNNING
         else:
             self.state = SeqState.RECOMPUTING
-        if self.num_kv >= self.num_context:
-            self._counting = False
+        self._complete_prompt()
 
     # ---- steps
 
@@ -276,17 +277,48 @@ class Sequence:
             sample=sample if last else None,
         )
 
-    def step_done(self, step: SeqStep) -> None:
-        """The KV of ``step`` is written."""
+    def step_done(self, step: SeqStep) -> bool:
+        """The KV of ``step`` is written; True when that completed the context's."""
         if not step.write_kv:
-            return
+            return False
         before, self.num_kv = self.num_kv, step.start + len(step.tokens)
-        if self._counting:
-            end = min(self.num_kv, self.num_context)
-            self.stats.computed_tokens += max(end - before, 0)
-            first = -(-before // self.page_size)  # a page counts in the chunk that begins it
-            last = self.info.spec.num_pages_for(end)
-            self.stats.recomputed_pages += max(last - first, 0)
+        if not self._counting:
+            return False
+        end = min(self.num_kv, self.num_context)
+        if end > before:
+            self._count_computed(before, end)
+        return self._complete_prompt()
+
+    # ---- accounting of the context
+
+    @property
+    def prompt_complete(self) -> bool:
+        """True once the whole context has had KV: its accounting is final."""
+        return not self._counting
+
+    def _complete_prompt(self) -> bool:
+        """Close the accounting when the context has KV; True if that happened now."""
+        if not self._counting or self.num_kv < self.num_context:
+            return False
+        self._counting, self._computed = False, None
+        return True
+
+    def _count_computed(self, start: int, end: int) -> None:
+        """Positions that are computed again after a retraction count once."""
+        if self._computed is None:
+            self._computed = bytearray(self.num_context)
+        self.stats.computed_tokens += self._computed.count(0, start, end)
+        if end > self.num_prompt:
+            emitted = self._computed.count(0, max(start, self.num_prompt), end)
+            self.stats.computed_emitted_tokens += emitted
+        self._computed[start:end] = b"\x01" * (end - start)
+        first = -(-start // self.page_size)  # a page counts in the chunk that begins it
+        self.stats.recomputed_pages += max(self.info.spec.num_pages_for(end) - first, 0)
+
+    def _num_found(self, start: int, end: int) -> int:
+        """How many positions of the context in ``[start, end)`` were not computed here."""
+        end = min(end, self.num_context)
+        return end - start if self._computed is None else self._computed.count(0, start, end)
 
     # ---- write-back
 

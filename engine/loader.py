@@ -49,7 +49,7 @@ def load_runner(
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     backend = resolve_attention(attention, place)
-    spec = _page_spec(config, page_size, kind)
+    spec = page_spec(config, page_size, kind)
     if num_pages < 2:
         raise ModelLoadError(f"num_pages={num_pages}: at least 2 are needed (page 0 is scratch)")
     source = WeightSource(directory, config, kind, progress)
@@ -68,7 +68,12 @@ def load_runner(
     return ModelRunner(info, decoder, pool, make_attention(backend, shape, pool))
 
 
-def _page_spec(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PageSpec:
+def page_spec(config: ModelConfig, page_size: int, dtype: torch.dtype) -> PageSpec:
+    """Return the page geometry of a model.
+
+    Raises:
+        ModelLoadError: the sizes do not make a page.
+    """
     try:
         return PageSpec(
             num_layers=config.num_layers,

@@ -6,8 +6,10 @@ Free of torch, so that a gateway may import it. Knows no HTTP, no scheduling, no
 The life of a request, as messages (G gateway, P prefill node, D decode node)::
 
     G ──PrefillRequest──▶ P   stream: FirstToken, then PrefillDone
-    G ──DecodeRequest───▶ D   stream: TokensOut ..., then Finished   (both legs start at once)
+    G ──DecodeRequest───▶ D   stream: PromptReady, TokensOut ..., then Finished
     G ──PrefillUpdate───▶ D   request: first token / pages published / leg failed  → Ack
+
+Both legs start at once. A node that cannot serve ends its stream with one of ``ErrorCode``.
 
 Output tokens carry their ``index`` (0 = first output token of the request). The *gateway* decides
 who makes index 0: the prefill leg while ``DecodeRequest.expect_prefill``; once the gateway has
@@ -26,6 +28,22 @@ RequestId = NewType("RequestId", str)
 
 LOGPROBS_MAX = 20
 STOP_TOKEN_IDS_MAX = 64
+
+
+class ErrorCode(StrEnum):
+    """The ``code`` of every ``RemoteFailed`` that a prefill or decode leg ends with.
+
+    The control channel's own ``overloaded`` (too many calls at once) has the same name and meaning.
+    """
+
+    INVALID_REQUEST = "invalid_request"  # malformed: no node would take it
+    TOO_LONG = "too_long"  # no node of this size would take it
+    OVERLOADED = "overloaded"  # busy: another node may take it
+    DRAINING = "draining"  # leaving: another node may take it
+    DEADLINE_EXCEEDED = "deadline_exceeded"  # the request's own deadline passed
+    CLOSED = "closed"  # the node stopped meanwhile
+    ENGINE_FAILED = "engine_failed"  # the engine raised, or its loop is dead
+    SUPERSEDED = "superseded"  # the same request was sent again
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +179,26 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     known: bool = True
 
 
+class PromptReady(msgspec.Struct, frozen=True, kw_only=True, tag="prompt_ready"):
+    """The KV of prompt (+ emitted) is complete: where it came from, exactly.
+
+    Sent once by a decode leg, before its first ``TokensOut``; a leg that ends earlier sends none.
+    ``computed_tokens + cached_local_tokens + cached_store_tokens == prompt (+ emitted)`` tokens,
+    counted like in ``FirstToken``: tokens that this leg computed are never cached ones, also when
+    it pulled them again after a retraction. ``computed_emitted_tokens`` of the computed ones
+    belong to ``emitted``. The rest is what the leg did up to now.
+    """
+
+    computed_tokens: int
+    computed_emitted_tokens: int
+    cached_local_tokens: int
+    cached_store_tokens: int
+    pages_pulled: int
+    bytes_pulled: int
+    recomputed_pages: int
+    pull_s: float
+
+
 class TokensOut(msgspec.Struct, frozen=True, tag="tokens"):
     """Output tokens with consecutive indices."""
 
@@ -170,12 +208,13 @@ class TokensOut(msgspec.Struct, frozen=True, tag="tokens"):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last item of a decode stream: what the leg did, exactly.
 
-    ``computed_tokens + cached_local_tokens + cached_store_tokens == prompt (+ emitted)`` tokens,
-    counted like in ``FirstToken``. ``reason`` ABORT asks the gateway to continue elsewhere.
+    The accounting of the prompt repeats ``PromptReady``; where that never came, it is of the part
+    that had KV. ``reason`` ABORT asks the gateway to continue elsewhere.
     """
 
     reason: FinishReason
     computed_tokens: int
+    computed_emitted_tokens: int
     cached_local_tokens: int
     cached_store_tokens: int
     pages_pulled: int
@@ -187,4 +226,4 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     pull_s: float
 
 
-DecodeEvent = TokensOut | Finished
+DecodeEvent = PromptReady | TokensOut | Finished

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -131,10 +131,13 @@ class Dispatcher:
         *,
         deadline_s: float,
         trace: GenerationTrace | None = None,
+        text_ended: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[TokenOut | GenerationDone]:
         """Yield the tokens of ``request`` in order, each once, then ``GenerationDone``.
 
         ``trace`` is filled as reports come in and stays readable after an early close.
+        ``text_ended`` is asked after every token: True (a stop string was found) is the end, with
+        ``FinishReason.STOP``. Unlike an early close, it lets prefill finish its pushes.
 
         Raises:
             GatewayError: see ``gateway/errors.py``.
@@ -146,7 +149,7 @@ class Dispatcher:
         self.stats.prompt_tokens += request.num_prompt_tokens
         try:
             query = await self._query(request)
-            generation = self._begin(request, query, trace, deadline_s)
+            generation = self._begin(request, query, trace, deadline_s, text_ended)
         except BaseException:
             self.stats.num_in_flight -= 1
             raise
@@ -181,7 +184,12 @@ class Dispatcher:
         }
 
     def _begin(
-        self, request: GenerateRequest, query: Query, trace: GenerationTrace, deadline_s: float
+        self,
+        request: GenerateRequest,
+        query: Query,
+        trace: GenerationTrace,
+        deadline_s: float,
+        text_ended: Callable[[], bool],
     ) -> Generation:
         if self._closed:
             raise NoCapacity("the gateway is shutting down", retry_after_s=1)
@@ -193,6 +201,7 @@ class Dispatcher:
             stats=self.stats,
             trace=trace,
             deadline_s=deadline_s,
+            text_ended=text_ended,
         )
         self._running[generation] = None
         return generation

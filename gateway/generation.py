@@ -8,7 +8,9 @@ the actions they return. The queue holds at most the tokens of one request. Ever
 ``Emit`` is performed before a token is yielded, so a slow client delays no leg.
 
 Who ends what: a leg of an unfinished generation is cancelled and awaited in ``close``; legs of a
-finished one are handed to the dispatcher to linger, so that pages still being pushed arrive.
+finished one are handed to the dispatcher to linger, so that pages still being pushed arrive. That
+a text ended (a stop string) is asked after every token; it finishes the generation like any other
+end, except that decode is cancelled.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import msgspec
 
 from engine.request import (
     DecodeEvent,
+    ErrorCode,
     FinishReason,
     FirstToken,
     GenerateRequest,
@@ -45,6 +48,7 @@ from gateway.legs import (
     Finish,
     GiveUp,
     LegState,
+    Phase,
     RequestCore,
     StartDecode,
     StartPrefill,
@@ -61,9 +65,8 @@ from transfer.errors import DeadlineExceeded, RemoteFailed, TransferError
 from transfer.identity import Role
 from transfer.interface import deadline_after
 
-BAD_REQUEST_CODES = ("too_long", "invalid_request", "bad_request")  # no other node would accept
-BUSY_CODES = ("overloaded", "draining")  # another node may
-DEADLINE_CODES = ("deadline", "deadline_exceeded")
+BAD_REQUEST_CODES = (ErrorCode.TOO_LONG, ErrorCode.INVALID_REQUEST)  # no other node would accept
+BUSY_CODES = (ErrorCode.OVERLOADED, ErrorCode.DRAINING)  # another node may
 
 Step = Callable[[], list[Action]]
 
@@ -81,8 +84,10 @@ class Generation:
         stats: DispatchStats,
         trace: GenerationTrace,
         deadline_s: float,
+        text_ended: Callable[[], bool],
     ) -> None:
         self._request = request
+        self._text_ended = text_ended
         self._query = query
         self._placement = placement
         self._config = config
@@ -113,7 +118,7 @@ class Generation:
             NoCapacity, TooManyRequests, InvalidRequest, TimedOut, GenerationFailed.
         """
         loop = asyncio.get_running_loop()
-        started_s = loop.time()
+        started_s, num_given = loop.time(), 0
         self._timers.append(loop.call_at(self._deadline_s, self.fail, self._timed_out()))
         actions = self._core.begin(with_prefill=await self._wait_for_nodes())
         while True:
@@ -123,9 +128,15 @@ class Generation:
                     if self._trace.ttft_s is None:
                         self._trace.ttft_s = loop.time() - started_s
                     self._stats.output_tokens += 1
+                    num_given += 1
                     yield action.output
+                    if self._text_ended():
+                        break  # what came after it is nobody's
+            if self._core.phase is Phase.OPEN and self._core.num_emitted and self._text_ended():
+                actions = self._core.stop_text()
+                continue
             if finish is not None:
-                yield GenerationDone(finish, self._core.num_emitted, self._trace)
+                yield GenerationDone(finish, num_given, self._trace)
                 return
             step = await self._steps.get()
             actions = step()
@@ -174,6 +185,7 @@ class Generation:
                 case TellDecode():
                     self._teller.changed()
                 case AwaitFacts():
+                    self._drop_needless_decode()
                     loop = asyncio.get_running_loop()
                     grace = self._core.grace_over
                     self._timers.append(
@@ -210,7 +222,7 @@ class Generation:
 
     def _is_final(self, error: RemoteFailed) -> bool:
         """Fail the generation if no other node would do better; False when another may."""
-        if error.code in DEADLINE_CODES:
+        if error.code == ErrorCode.DEADLINE_EXCEEDED:
             self.fail(self._timed_out())
         elif error.code in BAD_REQUEST_CODES and not self._core.num_emitted:
             self.fail(InvalidRequest(error.message, code=error.code))

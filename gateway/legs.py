@@ -15,12 +15,13 @@ performs the actions and feeds events back, each with the number of the leg it b
                         ▲          │ lost, or ABORT
                         └──────────┘ again elsewhere, with the tokens emitted so far
 
-    generation  OPEN ──stop token or max_tokens──▶ ENDING ──facts known or legs over──▶ DONE
+    generation  OPEN ──stop token, stop string or max_tokens──▶ ENDING ──facts or legs over──▶ DONE
                   └──Finished──────────────────────────────────────────────────────────▶
 
 Invariants: tokens are emitted by index, each once, without gaps; index 0 comes from prefill unless
 decode was told ``failed`` or began without expecting prefill, and then never from prefill; events
-of an old leg change nothing; news for decode never says both ``first_token`` and ``failed``.
+of an old leg change nothing; a decode leg accounts for the prompt before it makes index 0; news for
+decode never says both ``first_token`` and ``failed``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from engine.request import (
     PrefillDone,
     PrefillEvent,
     PrefillUpdate,
+    PromptReady,
     TokenOut,
 )
 from gateway.trace import GenerationTrace
@@ -225,6 +227,9 @@ class RequestCore:
     def on_decode(self, leg: int, event: DecodeEvent) -> list[Action]:
         if leg != self.decode_leg or self.decode is not LegState.RUNNING:
             return []
+        if isinstance(event, PromptReady):
+            self._trace.add_prompt_ready(event)
+            return []
         if isinstance(event, Finished):
             return self._on_finished(event)
         actions: list[Action] = []
@@ -233,6 +238,10 @@ class RequestCore:
                 continue  # the client has it already
             if output.index > len(self._emitted) or self._is_prefills(output.index):
                 return actions + self.on_decode_lost(leg)
+            if output.index == 0:
+                if not self._trace.prompt_reported:
+                    return self.on_decode_lost(leg)
+                self._trace.first_token_by_decode()
             self._fruitless_decode_legs = 0
             actions += self._emit(output)
         return actions
@@ -254,6 +263,17 @@ class RequestCore:
             return [GiveUp(f"{count} decode legs in a row failed without giving a token")]
         return self._start_decode()
 
+    def stop_text(self) -> list[Action]:
+        """A stop string ended the text: decode is not needed any more, prefill may go on pushing.
+
+        Only once a token was emitted; nothing happens when the generation is ending anyway.
+        """
+        if self.phase is not Phase.OPEN:
+            return []
+        assert self._emitted, "a text ends with a token"
+        self._end_decode()
+        return self._end(FinishReason.STOP)
+
     def grace_over(self) -> list[Action]:
         """The reports of the legs take too long: finish with what is known."""
         if self.phase is not Phase.ENDING:
@@ -271,6 +291,7 @@ class RequestCore:
     def _start_decode(self) -> list[Action]:
         self.decode_leg += 1
         self.decode = LegState.RUNNING
+        self._trace.decode_leg_began()
         return [StartDecode(self.decode_leg)]
 
     def _on_first_token(self, event: FirstToken) -> list[Action]:
@@ -294,11 +315,11 @@ class RequestCore:
         return [TellDecode()] if self.phase is Phase.OPEN else self._settle()
 
     def _on_finished(self, event: Finished) -> list[Action]:
+        self._trace.add_finished(event)
         aborted = event.reason is FinishReason.ABORT
         if self.phase is Phase.OPEN and (aborted or not self._emitted):
             return self.on_decode_lost(self.decode_leg)
         self.decode = LegState.OVER
-        self._trace.add_finished(event)
         if self.phase is Phase.OPEN:
             return self._end(event.reason)
         return self._settle()
@@ -316,10 +337,15 @@ class RequestCore:
     def _end(self, reason: FinishReason) -> list[Action]:
         self._reason = reason
         self.phase = Phase.ENDING
-        if self._prefill_made_all and self.decode is LegState.RUNNING:
-            self.decode = LegState.OVER  # decode was never needed; it has nothing to report
+        if self._prefill_made_all:
+            self._end_decode()
         actions = self._settle()
         return actions if self.phase is Phase.DONE else [AwaitFacts()]
+
+    def _end_decode(self) -> None:
+        """Decode is not needed (any more), and has nothing to report that is worth waiting for."""
+        if self.decode is LegState.RUNNING:
+            self.decode = LegState.OVER
 
     @property
     def _prefill_made_all(self) -> bool:

@@ -31,8 +31,8 @@ _COUNTERS = {
     "updates_lost": ("updates_lost", "News of prefill that decode could not be told."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens taken on."),
     "output_tokens": ("output_tokens", "Output tokens given to clients."),
-    "computed_tokens": ("computed_tokens", "Prompt tokens computed."),
-    "recomputed_tokens": ("recomputed_tokens", "Prompt tokens computed again by decode."),
+    "computed_tokens": ("computed_tokens", "Prompt tokens computed, by all legs."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens computed again, after the first token."),
     "cached_tokens_expected": ("cached_tokens_expected", "Local hits that routing expected."),
 }
 

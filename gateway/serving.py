@@ -138,7 +138,10 @@ class JobRun:
         renderer = ChoiceRenderer(self.job, self.gateway.tokenizer)
         previous_s = loop.time()
         items = self.gateway.dispatcher.generate(
-            self._request(choice), deadline_s=deadline_s, trace=choice.trace
+            self._request(choice),
+            deadline_s=deadline_s,
+            trace=choice.trace,
+            text_ended=lambda: renderer.finished,
         )
         generation = cast("AsyncGenerator[TokenOut | GenerationDone, None]", items)
         async with aclosing(generation) as generation:
@@ -154,8 +157,6 @@ class JobRun:
                     choice.num_tokens = renderer.num_tokens
                 if piece is not None:
                     await on_piece(choice.index, piece)
-                    if renderer.finished and piece.stop_reason in self.job.stops:
-                        return  # a stop string: leaving cancels the legs
 
     def _request(self, choice: ChoiceRun) -> GenerateRequest:
         sampling = self.job.sampling

@@ -1,17 +1,21 @@
 """What one generation cost and where it ran: the facts behind usage and ``x-kvferry-trace``.
 
 Owns ``GenerationTrace`` (filled by the legs as their reports come in) and ``GenerationDone``.
-Knows no HTTP. Exact accounting of the prompt: whoever made the first token of the request tells
-computed, cached local and cached store tokens; what decode computed again after that is
-``recomputed_tokens``. A value nobody reported is None in ``cached_tokens``, 0 elsewhere.
+Knows no HTTP.
+
+Exact accounting of the prompt. *Cached* is what the leg that made output index 0 found, and no
+later leg changes it: a prefill leg says it with ``FirstToken``, a decode leg with ``PromptReady``
+before its first token. *Computed* is all that was computed for the prompt, by every leg that
+reported; of that, and of tokens the client had already, ``recomputed_tokens`` were computed after
+index 0 was made. What nobody reported is None in ``cached_local``, ``cached_store``, else 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine.request import Finished, FinishReason, FirstToken, PrefillDone
+from engine.request import Finished, FinishReason, FirstToken, PrefillDone, PromptReady
 from transfer.identity import NodeId
 
 Origin = Literal["restored", "recomputed", "none"]
@@ -46,6 +50,7 @@ class GenerationTrace:
     prefill_s: float = 0.0
     push_s: float = 0.0
     pull_s: float = 0.0
+    _decode: PromptReady | Finished | None = field(default=None, init=False)  # its last report
 
     @property
     def cached_known(self) -> bool:
@@ -62,8 +67,13 @@ class GenerationTrace:
             return "recomputed"
         return "restored" if self.cached_store else "none"
 
+    @property
+    def prompt_reported(self) -> bool:
+        """True when the present decode leg has said where the KV of the prompt came from."""
+        return self._decode is not None
+
     def add_first_token(self, event: FirstToken) -> None:
-        self.computed_tokens = event.computed_tokens
+        self.computed_tokens += event.computed_tokens
         self.cached_local = event.cached_local_tokens
         self.cached_store = event.cached_store_tokens
         self.pages_pulled += event.pages_pulled
@@ -76,20 +86,37 @@ class GenerationTrace:
         self.bytes_pushed += event.bytes_pushed
         self.push_s += event.push_s
 
+    def decode_leg_began(self) -> None:
+        """Reports from now on are another leg's."""
+        self._decode = None
+
+    def add_prompt_ready(self, event: PromptReady) -> None:
+        self._add_decode(event)
+
+    def first_token_by_decode(self) -> None:
+        """The present decode leg made output index 0: what it found cached is what counts."""
+        assert self._decode is not None
+        self.cached_local = self._decode.cached_local_tokens
+        self.cached_store = self._decode.cached_store_tokens
+
     def add_finished(self, event: Finished) -> None:
-        if self.cached_known:
-            self.recomputed_tokens += event.computed_tokens
-        else:
-            self.computed_tokens = event.computed_tokens
-            self.cached_local = event.cached_local_tokens
-            self.cached_store = event.cached_store_tokens
-        self.recomputed_pages += event.recomputed_pages
+        self._add_decode(event)
         self.num_preemptions += event.num_preemptions
-        self.pages_pulled += event.pages_pulled
-        self.bytes_pulled += event.bytes_pulled
         self.pages_pushed += event.pages_pushed
         self.bytes_pushed += event.bytes_pushed
-        self.pull_s += event.pull_s
+
+    def _add_decode(self, event: PromptReady | Finished) -> None:
+        """Reports of one leg are totals: add what is new in this one."""
+        old, self._decode = self._decode, event
+        computed = event.computed_tokens - (old.computed_tokens if old else 0)
+        emitted = event.computed_emitted_tokens - (old.computed_emitted_tokens if old else 0)
+        self.computed_tokens += computed - emitted
+        if self.cached_known:
+            self.recomputed_tokens += computed
+        self.recomputed_pages += event.recomputed_pages - (old.recomputed_pages if old else 0)
+        self.pages_pulled += event.pages_pulled - (old.pages_pulled if old else 0)
+        self.bytes_pulled += event.bytes_pulled - (old.bytes_pulled if old else 0)
+        self.pull_s += event.pull_s - (old.pull_s if old else 0.0)
 
     def to_object(self) -> dict[str, object]:
         """The ``kvferry`` object of a response."""

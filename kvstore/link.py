@@ -122,6 +122,16 @@ class StoreLink:
 
     # ---- connecting
 
+    def connect(self) -> asyncio.Task[TransferError | None]:
+        """Start connecting unless that is under way; the link owns the task.
+
+        Called when the node appears, so that the first request finds an open channel.
+        """
+        if self._connecting is None or self._connecting.done():
+            name = f"connect {self.node_id}"
+            self._connecting = asyncio.create_task(self._connect(), name=name)
+        return self._connecting
+
     async def _open(self, deadline_s: float) -> _Session:
         if _now_s() < self._retry_s:
             raise PeerUnreachable(f"{self.node_id} at {self.info.address} is skipped for now")
@@ -129,12 +139,9 @@ class StoreLink:
             return self._session
         if self._closed:
             raise PeerUnreachable(f"{self.node_id} has left the cluster")
-        if self._connecting is None or self._connecting.done():
-            name = f"connect {self.node_id}"
-            self._connecting = asyncio.create_task(self._connect(), name=name)
         try:
             async with asyncio.timeout_at(deadline_s):
-                error = await asyncio.shield(self._connecting)
+                error = await asyncio.shield(self.connect())
         except TimeoutError:
             raise DeadlineExceeded(f"connecting to {self.info.address}") from None
         if error is not None:

@@ -70,13 +70,15 @@ class StoreLinks:
         self._links = links
 
     def _link(self, info: NodeInfo) -> StoreLink:
-        return StoreLink(
+        link = StoreLink(
             info,
             network=self._network,
             hello=self._hello,
             config=self._config,
             counters=self._counters,
         )
+        link.connect()
+        return link
 
     def all(self) -> list[StoreLink]:
         """The links of all nodes, by node id."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from kvstore.config import StoreConfig
 from kvstore.directory import Directory
@@ -106,10 +107,16 @@ class StoreNode:
             address=self.address,
             transport=self._transfer.transport,
             labels={
+                "pid": str(os.getpid()),
                 "segment_nbytes": str(self.config.segment_nbytes),
                 WEIGHT_LABEL: repr(self.config.capacity_weight),
             },
         )
+
+    @property
+    def healthy(self) -> bool:
+        """The timer runs: leases end and pages are evicted."""
+        return self._ticker is not None and not self._ticker.done()
 
     def status(self) -> NodeStatus:
         """What goes with every heartbeat."""

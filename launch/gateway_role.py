@@ -25,6 +25,7 @@ from gateway.tokenizer import load_tokenizer
 from launch import model_store, process_env
 from launch.config import GatewayOptions
 from launch.errors import ConfigError, LaunchError, StartError
+from launch.gateway_health import GatewayHealth
 from launch.parts import control_bind, make_network, read_secret
 from launch.ports import listen_on
 from launch.runtime import config_errors, run_role, setup_logging
@@ -68,6 +69,7 @@ class GatewayRole:
         self._registry_service: RegistryService | None = None
         self._membership: LocalMembership | None = None
         self._dispatcher: Dispatcher | None = None
+        self._health: GatewayHealth | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -96,7 +98,12 @@ class GatewayRole:
             rng=random.Random(secrets.randbits(128)),
         )
         await self._dispatcher.start()
-        self._server = _Server(self._http_config(self._dispatcher, self._membership))
+        self._health = GatewayHealth(
+            self._network, self._listener.address, self.identity.node_id, self._membership
+        )
+        await self._health.start()
+        config = self._http_config(self._dispatcher, self._membership, self._health)
+        self._server = _Server(config)
         serve = self._server.serve(sockets=[self._http_socket])
         self._serving = asyncio.create_task(serve, name="http server")
         logger.info("serves %s at %s", self._config.model, self.url)
@@ -132,6 +139,8 @@ class GatewayRole:
     async def close(self) -> None:
         await self._stop_http(0.0)
         self._http_socket.close()
+        if self._health is not None:
+            await self._health.close()
         if self._dispatcher is not None:
             await self._dispatcher.close()
         if self._membership is not None:
@@ -146,6 +155,8 @@ class GatewayRole:
         if self._serving is not None:
             self._serving.cancel()
         self._http_socket.close()
+        if self._health is not None:
+            self._health.abort()
         if self._dispatcher is not None:
             self._dispatcher.abort()
         self._network.abort()
@@ -157,9 +168,14 @@ class GatewayRole:
         except PeerUnreachable as error:
             raise ConfigError(f"--join-port {self._join_port}: {error}") from error
 
-    def _http_config(self, dispatcher: Dispatcher, membership: LocalMembership) -> uvicorn.Config:
+    def _http_config(
+        self, dispatcher: Dispatcher, membership: LocalMembership, health: GatewayHealth
+    ) -> uvicorn.Config:
+        app = create_app(
+            self._config, dispatcher, self._tokenizer, membership, health_checks=health.checks
+        )
         return uvicorn.Config(
-            create_app(self._config, dispatcher, self._tokenizer, membership),
+            app,
             lifespan="off",
             log_config=None,
             log_level="warning",

@@ -7,7 +7,6 @@ With ``--count N`` this process only supervises N others, each with its own GPU.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import sys
@@ -16,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from launch import model_store, process_env
 from launch.cluster import command, gpu_deal, python_path
 from launch.config import NodeOptions
-from launch.errors import LaunchError, StartError
-from launch.runtime import config_errors, run_role, setup_logging
+from launch.errors import LaunchError
+from launch.runtime import broken, config_errors, run_role, setup_logging
 from launch.supervisor import ChildSpec, Supervisor
 from transfer.identity import Role
 
 if TYPE_CHECKING:
     from engine.step import Runner
     from launch.parts import Parts
+    from launch.pool_access import PoolAccess
 
 logger = logging.getLogger(__name__)
 
 NodeRoleName = Literal["prefill", "decode"]
-HEALTH_POLL_S = 0.5
 
 
 def run(role: NodeRoleName, options: NodeOptions) -> None:
@@ -48,17 +47,18 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
 
 
 def make_node(
-    role: NodeRoleName, options: NodeOptions, parts: Parts, runner: Runner, store: Any
+    role: NodeRoleName, options: NodeOptions, parts: Parts, runner: Runner, access: PoolAccess
 ) -> Any:
     """Build the node of one role on its parts."""
     from launch.parts import control_bind
 
-    common = {
+    common: dict[str, Any] = {
         "identity": parts.identity,
         "network": parts.network,
         "transfer": parts.transfer,
         "membership": parts.membership,
-        "store": store,
+        "store": access.store,
+        "region": access.region,
         "runner": runner,
     }
     bind = control_bind(options)
@@ -90,6 +90,7 @@ class NodeRole:
     async def start(self) -> None:
         from kvstore.client import StoreClient
         from launch.parts import Parts
+        from launch.pool_access import reach_pool
 
         self._parts = parts = Parts(Role(self._role), self._options)
         await parts.start()
@@ -100,15 +101,24 @@ class NodeRole:
             membership=parts.membership,
             spec=self._runner.info.spec,
         )
-        self._node = make_node(self._role, self._options, parts, self._runner, self._store)
+        with config_errors("staging memory"):
+            access = reach_pool(self._store, self._runner.pool, parts.transfer)
+        self._store = access.store
+        self._node = make_node(self._role, self._options, parts, self._runner, access)
         await parts.joined(self._node.start())
         logger.info("%s serves over %s", parts.identity.node_id, parts.transfer.transport)
 
     async def failed(self) -> LaunchError:
-        """Return when the engine is broken: a new process starts with a new one."""
-        while self._node.healthy:  # noqa: ASYNC110 - changes on the engine's thread
-            await asyncio.sleep(HEALTH_POLL_S)
-        return StartError("the engine failed several times in a row: see the tracebacks above")
+        """Return when the process is of no use any more: a new one starts with new parts."""
+        assert self._parts is not None, "start() first"
+        return await broken(
+            {
+                "the step loop died, or the engine failed several times in a row": (
+                    lambda: bool(self._node.healthy)
+                ),
+                **self._parts.health_checks,
+            }
+        )
 
     async def drain(self, timeout_s: float) -> None:
         if self._node is not None:

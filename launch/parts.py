@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,11 @@ class Parts:
                 f"{self.options.join_timeout:g} s: start `kvferry gateway` there, or name the "
                 "address that it prints"
             ) from None
+
+    @property
+    def health_checks(self) -> dict[str, Callable[[], bool]]:
+        """What is broken when it is False → "alive?"."""
+        return {"the transfer I/O thread died": lambda: self.transfer.is_healthy}
 
     async def close(self) -> None:
         await self.membership.leave()

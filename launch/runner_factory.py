@@ -13,11 +13,12 @@ import torch
 
 from engine.config import resolve_device, resolve_dtype
 from engine.fake import FakeRunner
-from engine.loader import load_runner
+from engine.loader import load_runner, page_spec
 from engine.model_config import read_model_config
 from engine.step import Runner
 from kvstore.page import PageSpec
 from launch.config import ComputeOptions
+from launch.errors import ConfigError
 from launch.model_store import ResolvedModel
 from launch.progress import progress
 from launch.runtime import config_errors
@@ -28,18 +29,6 @@ logger = logging.getLogger(__name__)
 CPU_KV_MEMORY = "512MiB"
 GPU_FREE_SHARE = 0.85  # of what is free beside the weights; the rest is for activations
 FAKE_NUM_PAGES = 4096
-
-
-def page_spec(directory: Path, page_size: int, dtype: torch.dtype) -> PageSpec:
-    """Return the page geometry of a model directory, from its configuration alone."""
-    config = read_model_config(directory)
-    return PageSpec(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        dtype=str(dtype).removeprefix("torch."),
-    )
 
 
 def choose_num_pages(
@@ -72,7 +61,7 @@ def make_runner(options: ComputeOptions, model: ResolvedModel, num_threads: int)
 def _real_runner(options: ComputeOptions, name: str, directory: Path, num_threads: int) -> Runner:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
-    spec = page_spec(directory, options.page_size, dtype)
+    spec = page_spec(read_model_config(directory), options.page_size, dtype)
     weights_nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     num_pages = choose_num_pages(options, spec, device, weights_nbytes)
     logger.info(
@@ -107,6 +96,10 @@ def _real_runner(options: ComputeOptions, name: str, directory: Path, num_thread
 
 
 def _fake_runner(options: ComputeOptions) -> Runner:
+    if options.device == "cuda":
+        raise ConfigError(
+            "--device cuda: the fake model computes on the CPU; choose --device cpu, or a model"
+        )
     num_pages = options.num_pages or FAKE_NUM_PAGES
     logger.info("the fake model: %d pages of %d tokens", num_pages, options.page_size)
     return FakeRunner(

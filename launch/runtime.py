@@ -22,7 +22,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from launch.errors import EXIT_ABORTED, ConfigError, LaunchError, StartError
@@ -31,6 +31,9 @@ from transfer.errors import HelloRefused, TransferError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+HEALTH_POLL_S = 0.5
+FAILED_CLOSE_S = 3.0  # a role that failed may not close in order: then it is aborted
 
 
 class Stopped(Exception):
@@ -127,6 +130,7 @@ def run_role(role: Role, *, drain_timeout_s: float) -> None:
 async def _serve(role: Role, drain_timeout_s: float) -> None:
     stop = StopSignal()
     stop.install(role)
+    failure: LaunchError | None = None
     try:
         await stop.before(role.start())
         failure = await stop.before(role.failed())
@@ -139,13 +143,29 @@ async def _serve(role: Role, drain_timeout_s: float) -> None:
     except TransferError as error:
         raise StartError(f"{type(error).__name__}: {error}") from error
     finally:
-        await role.close()
+        await (role.close() if failure is None else _close_failed(role))
 
 
-async def forever() -> LaunchError:
-    """The ``failed`` of a role that has nothing to watch."""
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError("unreachable")
+async def broken(checks: Mapping[str, Callable[[], bool]]) -> LaunchError:
+    """The ``failed`` of a role: return when a check, by what its failure means, is False."""
+    while True:
+        for meaning, alive in checks.items():
+            if not alive():
+                return StartError(f"{meaning}: see the tracebacks above")
+        await asyncio.sleep(HEALTH_POLL_S)
+
+
+async def _close_failed(role: Role) -> None:
+    """Close what is half dead, for a bounded time; then stop it at once.
+
+    Whatever closing raises is said and nothing more: the process ends for the first failure.
+    """
+    try:
+        async with asyncio.timeout(FAILED_CLOSE_S):
+            await role.close()
+    except Exception:
+        logger.warning("the failed role did not close in order: stopped at once", exc_info=True)
+        role.abort()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from launch import process_env
 from launch.config import StoreOptions
 from launch.errors import LaunchError
 from launch.parts import Parts, control_bind
-from launch.runtime import config_errors, forever, run_role, setup_logging
+from launch.runtime import broken, config_errors, run_role, setup_logging
 from launch.sizes import parse_size
 from transfer.identity import Role
 
@@ -39,7 +39,15 @@ class StoreRole:
         await self._parts.joined(self._node.start())
 
     async def failed(self) -> LaunchError:
-        return await forever()
+        """Return when the process is of no use any more: a new one starts with new parts."""
+        return await broken(
+            {
+                "the store's timer died: nothing expires, nothing is evicted": (
+                    lambda: self._node.healthy
+                ),
+                **self._parts.health_checks,
+            }
+        )
 
     async def drain(self, timeout_s: float) -> None:
         await self._node.drain(timeout_s)

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from engine.request import FirstToken, PrefillDone, PrefillEvent
+from engine.request import ErrorCode, FirstToken, PrefillDone, PrefillEvent
 from prefill_node.publish_queue import Publication
 from prefill_node.request_state import PrefillJob
 from transfer.errors import RemoteFailed
@@ -54,13 +54,14 @@ class Leg:
         """Return the next event.
 
         Raises:
-            RemoteFailed: the request failed, or ``deadline`` when the deadline passed.
+            RemoteFailed: the request failed, or ``deadline_exceeded``.
         """
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._news.wait()
         except TimeoutError:
-            raise RemoteFailed("deadline", "the request's deadline passed in prefill") from None
+            text = "the request's deadline passed in prefill"
+            raise RemoteFailed(ErrorCode.DEADLINE_EXCEEDED, text) from None
         if not self._events:
             assert self.error is not None
             raise self.error

@@ -10,12 +10,12 @@ The work is ``PrefillLoop``'s. Knows no decode, no HTTP.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import count
 
-from engine.request import GenerateRequest, PrefillEvent, PrefillRequest
+from engine.node_facts import contract_of, labels_of
+from engine.request import ErrorCode, GenerateRequest, PrefillEvent, PrefillRequest
 from engine.step import Runner
 from kvstore.events import CacheCleared, ClearCache, GetStats, StatsReply, WatchKvEvents
 from kvstore.keys import namespace_of
@@ -27,16 +27,17 @@ from prefill_node.request_state import PrefillJob
 from transfer.channel import Caller, Hello, Listener, Network, Service
 from transfer.errors import RemoteFailed
 from transfer.identity import Identity
-from transfer.interface import Transfer
+from transfer.interface import Region, Transfer
 from transfer.membership import Membership, NodeInfo, NodeStatus
 
 
 class PrefillNode:
     """One process that computes the KV of prompts.
 
-    ``network``, ``transfer``, ``store`` and ``membership`` are started by the caller (``transfer``
-    before this constructor, which registers the page pool) and stay the caller's; the node joins
-    and leaves the membership.
+    ``network``, ``transfer``, ``store`` and ``membership`` are started by the caller and stay the
+    caller's; the node joins and leaves the membership. ``region`` is the page pool as ``store``
+    takes it, and is revoked by the node; by default a host pool is registered with ``transfer``,
+    which must have been started.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PrefillNode:
         store: PageStore,
         membership: Membership,
         runner: Runner,
+        region: Region | None = None,
     ) -> None:
         self.identity = identity
         self._config = config
@@ -57,7 +59,7 @@ class PrefillNode:
         self._membership = membership
         self._runner = runner
         self._info = runner.info
-        self._region = transfer.register(runner.pool.storage)
+        self._region = region or transfer.register(runner.pool.storage)
         self._loop = PrefillLoop(config, runner=runner, store=store, region=self._region)
         self._serials = count()
         self._listener: Listener | None = None
@@ -68,11 +70,7 @@ class PrefillNode:
     async def start(self) -> None:
         """Run the loop, listen, join the membership (waits for the registry)."""
         self._loop.start()
-        contract = {
-            **self._info.spec.describe(),
-            "fingerprint": self._info.fingerprint,
-            "model": self._info.name,
-        }
+        contract = contract_of(self._info)
         hello = Hello(identity=self.identity, contract=contract)
         self._listener = await self._network.listen(self.service(), hello, self._config.bind)
         info = NodeInfo(
@@ -80,7 +78,7 @@ class PrefillNode:
             address=self._listener.address,
             transport=self._transfer.transport,
             contract=contract,
-            labels=self._labels(),
+            labels=labels_of(self._runner),
         )
         await self._membership.join(info, self.status)
 
@@ -94,7 +92,9 @@ class PrefillNode:
             async with asyncio.timeout(timeout_s):
                 await self._loop.no_legs.wait()
         except TimeoutError:
-            self._loop.fail_all(RemoteFailed("draining", "the node shuts down: retry elsewhere"))
+            self._loop.fail_all(
+                RemoteFailed(ErrorCode.DRAINING, "the node shuts down: retry elsewhere")
+            )
 
     async def close(self) -> None:
         """Stop in order; idempotent. Returns when no page is being written or read any more."""
@@ -149,17 +149,6 @@ class PrefillNode:
         """Assert that every reference on every page is accounted for."""
         self._loop.check()
 
-    def _labels(self) -> dict[str, str]:
-        return {
-            "max_model_len": str(self._info.max_model_len),
-            "vocab_size": str(self._info.vocab_size),
-            "eos_token_ids": ",".join(str(token) for token in sorted(self._info.eos_token_ids)),
-            "device": str(self._runner.pool.storage.device),
-            "pid": str(os.getpid()),
-            "num_pages": str(self._loop.allocator.num_pages - 1),
-            "page_nbytes": str(self._info.spec.page_nbytes),
-        }
-
     # ── handlers ────────────────────────────────────────────────────────────────────────────────
 
     def service(self) -> Service:
@@ -174,7 +163,8 @@ class PrefillNode:
         """Yield ``FirstToken``, then ``PrefillDone``. Leaving early aborts the request.
 
         Raises:
-            RemoteFailed: bad_request, too_long, overloaded, draining, engine_failed, deadline.
+            RemoteFailed: invalid_request, too_long, overloaded, draining, closed, engine_failed,
+                deadline_exceeded.
         """
         try:
             leg = await self._open(message.request)
@@ -204,7 +194,7 @@ class PrefillNode:
             job = build()
         if not 0 <= int(job.tokens.min()) <= int(job.tokens.max()) < self._info.vocab_size:
             raise RemoteFailed(
-                "bad_request",
+                ErrorCode.INVALID_REQUEST,
                 f"tokens {int(job.tokens.min())}..{int(job.tokens.max())} are not all below "
                 f"vocab_size={self._info.vocab_size}",
             )
@@ -212,12 +202,13 @@ class PrefillNode:
 
     def _refuse(self, request: GenerateRequest) -> None:
         if self._draining or not self._loop.alive:
-            word = "draining" if self._draining else "engine_failed"
+            word = ErrorCode.DRAINING if self._draining else ErrorCode.ENGINE_FAILED
             raise RemoteFailed(word, "this prefill node takes no new work: retry elsewhere")
         packed_nbytes = len(request.prompt) + len(request.emitted)
         if not request.prompt or len(request.prompt) % 4 or len(request.emitted) % 4:
             raise RemoteFailed(
-                "bad_request", f"{packed_nbytes} bytes are not one or more packed int32 tokens"
+                ErrorCode.INVALID_REQUEST,
+                f"{packed_nbytes} bytes are not one or more packed int32 tokens",
             )
         self._loop.scheduler.refuse_if_unfit(packed_nbytes // 4)
         self._loop.scheduler.refuse_if_full()

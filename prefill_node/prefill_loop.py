@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from engine.page_allocator import PageAllocator
-from engine.request import FirstToken, TokenOut
+from engine.request import ErrorCode, FirstToken, TokenOut
 from engine.step import Runner
 from kvstore.event_feed import EventFeed
 from kvstore.events import KvEventLog
@@ -113,7 +113,7 @@ class PrefillLoop:
     async def close(self) -> None:
         """Fail what is live and stop; returns when no page is touched any more. Idempotent."""
         self._closing = True
-        self.fail_all(RemoteFailed("closed", "the node has closed: retry elsewhere"))
+        self.fail_all(RemoteFailed(ErrorCode.CLOSED, "the node has closed: retry elsewhere"))
         tasks = [*self._restores.values(), *([self._task] if self._task else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._publisher.close()
@@ -270,7 +270,9 @@ class PrefillLoop:
             leg = self._legs.get(job.serial)
             if leg is not None:
                 self.stats.counters.num_failed += 1
-                self._fail(leg, RemoteFailed("engine_failed", f"the engine raised {error!r}"))
+                self._fail(
+                    leg, RemoteFailed(ErrorCode.ENGINE_FAILED, f"the engine raised {error!r}")
+                )
 
     def _apply(self, plan: StepPlan, outputs: Sequence[TokenOut | None], now_s: float) -> None:
         for done in self.scheduler.apply(plan, outputs):
@@ -317,4 +319,6 @@ class PrefillLoop:
         if task.cancelled() or task.exception() is None:
             return
         logger.critical("the prefill loop died", exc_info=task.exception())
-        self.fail_all(RemoteFailed("engine_failed", "the prefill loop died: retry elsewhere"))
+        self.fail_all(
+            RemoteFailed(ErrorCode.ENGINE_FAILED, "the prefill loop died: retry elsewhere")
+        )

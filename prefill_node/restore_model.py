@@ -26,8 +26,8 @@ SLOWER_WEIGHT = 0.7  # of a new measurement that is slower than the average, in 
 FASTER_WEIGHT = 0.4
 PROBE_EVERY = 64
 PROBE_PAGES = 4
-PATIENCE = 3.0  # a restore may take so many times its estimate, but never longer than recomputing
-DEADLINE_FLOOR_S = 0.02
+DEADLINE_FLOOR_S = 0.05  # of a restore, beyond what recomputing would cost
+PROBE_TIMEOUT_S = 0.02
 
 
 class Rate:
@@ -91,14 +91,14 @@ class RestoreModel:
         restore_s = self.slowdown * self._prior_s(num_pages * page_nbytes)
         recompute_s = num_tokens / max(self.compute_rate.per_s, 1e-3)
         if restore_s < recompute_s:
-            timeout_s = min(PATIENCE * restore_s, recompute_s) + DEADLINE_FLOOR_S
+            timeout_s = recompute_s + DEADLINE_FLOOR_S
             return Decision(True, num_pages, restore_s, recompute_s, timeout_s)
         if self._prior_s(num_pages * page_nbytes) < recompute_s:  # only the slowdown is against it
             self._num_refused += 1
             if self._num_refused % PROBE_EVERY == 0:
                 num_probed = min(num_pages, PROBE_PAGES)
                 return Decision(
-                    True, num_probed, restore_s, recompute_s, DEADLINE_FLOOR_S, probe=True
+                    True, num_probed, restore_s, recompute_s, PROBE_TIMEOUT_S, probe=True
                 )
         return Decision(False, 0, restore_s, recompute_s, 0.0)
 

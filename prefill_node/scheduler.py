@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.page_allocator import PageAllocator
-from engine.request import TokenOut
+from engine.request import ErrorCode, TokenOut
 from engine.step import ModelInfo, SeqStep
 from kvstore.page import PageKey
 from prefill_node.config import PrefillConfig
@@ -108,7 +108,7 @@ class PrefillScheduler:
         limit = self._config.max_num_requests
         if len(self._jobs) >= limit:
             raise RemoteFailed(
-                "overloaded",
+                ErrorCode.OVERLOADED,
                 f"{len(self._jobs)} requests are live and max_num_requests={limit}: "
                 "try another prefill node, or later",
             )
@@ -117,7 +117,7 @@ class PrefillScheduler:
         """Raise ``RemoteFailed("too_long")`` when the node can never hold so many tokens."""
         if num_tokens > self._info.max_model_len:
             raise RemoteFailed(
-                "too_long",
+                ErrorCode.TOO_LONG,
                 f"{num_tokens} tokens exceed max_model_len={self._info.max_model_len} "
                 f"of {self._info.name}: shorten the prompt",
             )
@@ -125,7 +125,7 @@ class PrefillScheduler:
         usable = self._allocator.num_pages - 1
         if need > usable:
             raise RemoteFailed(
-                "too_long",
+                ErrorCode.TOO_LONG,
                 f"{num_tokens} tokens need {need} pages and the pool has {usable}: "
                 "shorten the prompt or give the node more pages",
             )

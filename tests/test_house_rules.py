@@ -38,8 +38,10 @@ SIMULATED = {"kvstore", "prefill_node", "decode_node", "gateway"}
 _SIMULATED_TRANSFER = (
     "rpc",
     "rpc_client",
+    "rpc_frames",
     "rpc_handlers",
     "rpc_server",
+    "lazy_timer",
     "registry",
     "registry_client",
 )

@@ -30,6 +30,7 @@ import msgspec
 from transfer.channel import Caller, Service
 from transfer.errors import HelloRefused, RemoteFailed
 from transfer.identity import Incarnation, NodeId
+from transfer.lazy_timer import LazyTimer
 from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -212,8 +213,7 @@ class RegistryService:
     def __init__(self, registry: Registry, service: Service) -> None:
         self._registry = registry
         self._watchers: dict[asyncio.Event, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
+        self._timer = LazyTimer(self._tick)
         self._closed = False
         registry.on_change(self._changed)
         service.on(Register, self._register)
@@ -224,9 +224,7 @@ class RegistryService:
     def close(self) -> None:
         """Stop the timer and end the watch streams; idempotent."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         for watcher in self._watchers:
             watcher.set()
 
@@ -276,21 +274,11 @@ class RegistryService:
         self._arm()
 
     def _arm(self) -> None:
-        """Keep one lazy timer: it may fire too early, never too late."""
         next_s = self._registry.next_timer_s()
-        if next_s is None or self._closed:
-            return
-        if self._timer is not None:
-            if self._timer_s <= next_s:
-                return
-            self._timer.cancel()
-        self._timer_s = next_s
-        self._timer = asyncio.get_running_loop().call_at(next_s, self._tick)
+        if next_s is not None and not self._closed:
+            self._timer.arm(next_s)
 
-    def _tick(self) -> None:
-        self._timer = None
-        now_s = max(self._now_s(), self._timer_s)  # a loop may fire early, by its resolution
-        late_s = now_s - self._timer_s
+    def _tick(self, now_s: float, late_s: float) -> None:
         if late_s > OWN_PAUSE_S:
             logger.warning("the registry stood still for %.1f s; leases start anew", late_s)
             self._registry.forgive(now_s)

@@ -280,7 +280,7 @@ class RegistryMembership:
 
     def _remedy(self) -> str:
         port = urlsplit(self._address).port
-        return f"start it with: kvferry gateway --port {port}" if port else "start the gateway"
+        return f"start it with: kvferry gateway --join-port {port}" if port else "start the gateway"
 
 
 class LocalMembership:

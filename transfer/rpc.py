@@ -24,6 +24,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.identity import Identity
+from transfer.lazy_timer import LazyTimer
 from transfer.rpc_client import (
     ClientCore,
     ClientEvent,
@@ -106,8 +107,7 @@ class RpcChannel:
         self._address = address
         self._on_closed = on_closed
         self._calls: dict[int, _Call] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
+        self._timer = LazyTimer(self._tick)
         self._opened: asyncio.Future[None] = self._loop.create_future()
 
     @property
@@ -250,21 +250,11 @@ class RpcChannel:
                     self._opened.exception()  # seen, also when nobody awaits ``open`` any more
 
     def _arm(self) -> None:
-        """Keep one lazy timer: it may fire too early, never too late."""
         next_s = self._core.next_timer_s()
-        if next_s is None:
-            if self._timer is not None and self.closed:
-                self._timer.cancel()
-                self._timer = None
-            return
-        if self._timer is not None:
-            if self._timer_s <= next_s:
-                return
+        if next_s is not None:
+            self._timer.arm(next_s)
+        elif self.closed:
             self._timer.cancel()
-        self._timer_s = next_s
-        self._timer = self._loop.call_at(next_s, self._tick)
 
-    def _tick(self) -> None:
-        self._timer = None
-        now_s = max(self._loop.time(), self._timer_s)  # a loop may fire early, by its resolution
+    def _tick(self, now_s: float, late_s: float) -> None:
         self._after(self._core.tick(now_s))

@@ -21,6 +21,7 @@ import msgspec
 
 from transfer.channel import Caller, Hello, RequestHandler, Service, StreamHandler
 from transfer.errors import RemoteFailed
+from transfer.lazy_timer import LazyTimer
 from transfer.rpc_frames import MAX_CONNECTIONS, Goodbye, encode_frame, encode_message, type_name
 from transfer.rpc_server import Called, Credited, Dropped, Gone, ServerCore, ServerEvent
 
@@ -30,15 +31,16 @@ logger = logging.getLogger(__name__)
 class _Connection:
     """One client of an ``RpcServer``: its core, its handler tasks, its timer."""
 
-    __slots__ = ("core", "credit", "key", "tasks", "timer", "timer_s")
+    __slots__ = ("core", "credit", "key", "tasks", "timer")
 
-    def __init__(self, key: bytes, hello: Hello) -> None:
+    def __init__(
+        self, key: bytes, hello: Hello, tick: Callable[[_Connection, float], None]
+    ) -> None:
         self.key = key
         self.core = ServerCore(hello)
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.credit: dict[int, asyncio.Event] = {}
-        self.timer: asyncio.TimerHandle | None = None
-        self.timer_s = 0.0
+        self.timer = LazyTimer(lambda now_s, _: tick(self, now_s))
 
 
 class RpcServer:
@@ -80,7 +82,7 @@ class RpcServer:
                 self._send(key, encode_frame(Goodbye("this channel has ended", orderly=False)))
                 return
             self._make_room()
-            connection = self._connections[key] = _Connection(key, self._hello)
+            connection = self._connections[key] = _Connection(key, self._hello, self._tick)
         self._after(connection, connection.core.on_frame(self._loop.time(), frame))
         if connection.core.peer is None:  # nothing but a hello makes a connection worth keeping
             self._forget(connection)
@@ -139,13 +141,10 @@ class RpcServer:
             for frame in frames:
                 self._send(connection.key, frame)
         next_s = core.next_timer_s()
-        if next_s is not None and connection.timer is None:  # lazy: may fire early, then re-arms
-            connection.timer_s = next_s
-            connection.timer = self._loop.call_at(next_s, self._tick, connection)
+        if next_s is not None:
+            connection.timer.arm(next_s)
 
-    def _tick(self, connection: _Connection) -> None:
-        connection.timer = None
-        now_s = max(self._loop.time(), connection.timer_s)  # may fire early, by its resolution
+    def _tick(self, connection: _Connection, now_s: float) -> None:
         self._after(connection, connection.core.tick(now_s))
 
     def _perform(self, connection: _Connection, event: ServerEvent) -> None:
@@ -168,9 +167,7 @@ class RpcServer:
         self.counters.update(connection.core.counters)
         connection.core.counters.clear()
         self._connections.pop(connection.key, None)
-        if connection.timer is not None:
-            connection.timer.cancel()
-            connection.timer = None
+        connection.timer.cancel()
 
     def _call(self, connection: _Connection, call: Called) -> None:
         peer = connection.core.peer

@@ -8,16 +8,15 @@ A broken connection is noticed at once: a DEALER's monitor reports it; a ROUTER'
 the listener send every client an empty frame, and those that have gone are refused by the socket
 (``ROUTER_MANDATORY``). Silence without a break is noticed by the protocol's own liveness.
 
-Security: only loopback addresses are bound unless ``allow_remote``. With a ``secret``, CURVE
-encrypts every channel; the server's key pair is derived from the secret, and CURVE never shows a
-server's public key, so only holders of the secret can complete the handshake.
+Security: only addresses of this machine are bound unless ``allow_remote``, which needs a secret.
+With a ``secret``, CURVE encrypts every channel; the server's key pair is derived from the secret,
+and CURVE never shows a server's public key, so only holders of the secret complete the handshake.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import socket as stdlib_socket
 from typing import Any
@@ -27,6 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from transfer.channel import Channel, Hello, Listener, Service
+from transfer.config import is_local_host
 from transfer.errors import PeerClosed, PeerUnreachable
 from transfer.rpc import RpcChannel
 from transfer.rpc_frames import MAX_CONNECTIONS, MAX_FRAME_NBYTES
@@ -40,6 +40,7 @@ GOODBYE_LINGER_MS = 50  # how long an orderly close may still flush
 RECONNECT_MS = 50  # while a listener is not up yet
 RECONNECT_MAX_MS = 500
 RECHECK_S = 0.05  # second look at a listener's clients after a break
+LOCAL_SCHEMES = ("ipc", "inproc")
 
 
 def _curve_keys(secret: str) -> tuple[bytes, bytes]:
@@ -49,14 +50,10 @@ def _curve_keys(secret: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(server_secret), server_secret
 
 
-def _is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _is_local(address: str) -> bool:
+    """True if ``address`` can only be reached from this machine."""
+    parts = urlsplit(address)
+    return parts.scheme in LOCAL_SCHEMES or is_local_host(parts.hostname or "")
 
 
 def _outward_host() -> str:
@@ -165,11 +162,21 @@ class ZmqNetwork:
     """``transfer.channel.Network`` over ZeroMQ and TCP (or ``ipc://``).
 
     Args:
-        allow_remote: permit to listen on addresses other than loopback.
+        allow_remote: permit to listen on addresses that other machines reach; needs ``secret``.
         secret: cluster secret; both sides of every channel need the same one.
+
+    Raises:
+        ValueError: ``allow_remote`` without a secret, or an empty secret.
     """
 
     def __init__(self, *, allow_remote: bool = False, secret: str | None = None) -> None:
+        if secret == "":
+            raise ValueError("the cluster secret is empty: set one, or pass None for this machine")
+        if allow_remote and secret is None:
+            raise ValueError(
+                "refusing allow_remote without a cluster secret: everyone who reaches a listener "
+                "could use it. Set secret, or listen on 127.0.0.1 only"
+            )
         self._allow_remote = allow_remote
         self._curve = None if secret is None else _curve_keys(secret)
         self._context: zmq.Context[Any] | None = None
@@ -253,11 +260,11 @@ class ZmqNetwork:
             context.term()  # all sockets are closed: waits for the goodbyes, at most their linger
 
     def _check_bind(self, bind: str) -> None:
-        if not bind.startswith("tcp://") or self._allow_remote or _is_loopback(bind):
+        if self._allow_remote or _is_local(bind):
             return
         raise PeerUnreachable(
             f"will not listen at {bind}: it is reachable from other machines; bind to "
-            "tcp://127.0.0.1:0, or allow remote peers (and set a cluster secret)"
+            "tcp://127.0.0.1:0, or set a cluster secret and allow remote peers"
         )
 
     def _socket(self, kind: int) -> zmq.Socket[Any]:

@@ -26,6 +26,7 @@ from engine.request import (
     FinishReason,
     GenerateRequest,
     PrefillUpdate,
+    PromptReady,
     RequestId,
     SamplingParams,
     TokenOut,
@@ -201,6 +202,7 @@ class Prefill:
 class Answer(NamedTuple):
     outputs: list[TokenOut]
     finished: Finished
+    prompt: PromptReady | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -244,13 +246,21 @@ class Rig:
         """
         outputs: list[TokenOut] = []
         finished: Finished | None = None
+        prompt: PromptReady | None = None
         async for event in self.events(request, expect_prefill=expect_prefill):
             assert finished is None, "something came after Finished"
             if isinstance(event, Finished):
                 finished = event
+            elif isinstance(event, PromptReady):
+                assert prompt is None
+                assert not outputs, "the prompt is accounted for before the first token"
+                prompt = event
             else:
+                assert prompt is not None, "a token before the accounting of its prompt"
                 outputs.extend(event.outputs)
         assert finished is not None
+        if prompt is not None:
+            check_accounting(request, prompt, finished)
         expected = reference(request)
         if outputs and outputs[0].index > request.num_emitted_tokens:
             expected = expected[1:]
@@ -260,7 +270,7 @@ class Rig:
             assert finished.reason == expected[-1].stop
         if outputs:
             assert outputs == expected
-        return Answer(outputs, finished)
+        return Answer(outputs, finished, prompt)
 
     def start(
         self, request: GenerateRequest, *, expect_prefill: bool = True
@@ -321,6 +331,17 @@ async def rig(
         runner.gate.set()
         await node.close()
     node.check()
+
+
+def check_accounting(request: GenerateRequest, prompt: PromptReady, finished: Finished) -> None:
+    """Every token of the context was computed or found, and the end says the same."""
+    computed, emitted = prompt.computed_tokens, prompt.computed_emitted_tokens
+    cached = (prompt.cached_local_tokens, prompt.cached_store_tokens)
+    context = request.num_prompt_tokens + request.num_emitted_tokens
+    assert computed + sum(cached) == context
+    assert 0 <= emitted <= min(computed, request.num_emitted_tokens)
+    assert (finished.computed_tokens, finished.computed_emitted_tokens) == (computed, emitted)
+    assert (finished.cached_local_tokens, finished.cached_store_tokens) == cached
 
 
 def caller(timeout_s: float = FAR_S) -> Caller:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine.request import FinishReason, SamplingParams
-from tests.decode_node.harness import GREEDY, Answer, Rig, S, prompt_of, rig
+from tests.decode_node.harness import GREEDY, Answer, Rig, S, keys_of, prompt_of, reference, rig
 
 LONG = msgspec.structs.replace(GREEDY, max_tokens=200)
 
@@ -125,6 +125,64 @@ async def test_a_request_sent_again_replaces_the_older_leg() -> None:
         newer = await r.answer(r.request(prompt_of(30), request_id="same", sampling=LONG))
         assert len(newer.outputs) == 200
         assert await older == "superseded"
+
+
+@pytest.mark.parametrize("generated", [2 * S, 5])
+async def test_a_cancelled_leg_leaves_its_full_pages_in_the_store(generated: int) -> None:
+    """The next turn finds prompt and output, whoever ended the stream."""
+    async with rig() as r:
+        request = r.request(prompt_of(2 * S + 3), sampling=LONG)
+        task = r.start(request, expect_prefill=False)
+        await r.until(lambda: r.counter("num_tokens") > generated)
+        await cancel(task)
+        await r.settled()
+        tokens = [*prompt_of(2 * S + 3), *(o.token for o in reference(request))]
+        full = keys_of(r.store.spec, tokens[: (2 * S + 3 + generated) // S * S])
+        assert all(key in r.store.pages for key in full)
+        assert all(len(page.record.tokens) == 4 * S for page in r.store.pages.values())
+        store = r.store
+    async with rig(store=store) as other:
+        answer = await other.answer(other.request(tokens[: len(full) * S]))
+        assert answer.finished.cached_store_tokens == len(full) * S
+
+
+async def test_a_leg_cancelled_in_a_recompute_leaves_what_it_computed() -> None:
+    async with rig(step_tokens=S) as r:
+        r.runner.gate.clear()
+        task = r.start(r.request(prompt_of(4 * S)), expect_prefill=False)
+        await r.until(r.runner.entered.is_set)
+        await cancel(task)
+        r.runner.gate.set()
+        await r.settled()
+        assert set(r.store.pages) == set(keys_of(r.store.spec, prompt_of(4 * S)[:S]))
+
+
+async def test_what_a_cancelled_leg_leaves_is_bounded_and_delays_nobody() -> None:
+    """The store hangs: pages beyond the queue are dropped, and new work is served at once."""
+    async with rig(num_pages=40, write_back_pages=3) as r:
+        r.store.faults.put_delay_s = 0.5
+        for i in range(3):
+            task = r.start(r.request(prompt_of(6 * S, seed=i), sampling=LONG), expect_prefill=False)
+            await r.until(lambda: r.gauge("num_running") == 1 and r.counter("num_tokens") > 0)
+            await cancel(task)
+            await r.until(lambda: r.gauge("num_running") == 0)
+        assert r.gauge("num_pages_in_transfer") <= 3
+        assert r.counter("num_write_back_dropped") > 0
+        assert r.gauge("num_free_pages") >= r.gauge("num_pages") - 3
+        r.store.faults.put_delay_s = 0.0
+        await after_abort(r)
+
+
+async def test_a_step_that_broke_leaves_nothing_in_the_store() -> None:
+    async with rig() as r:
+        r.runner.gate.clear()
+        r.runner.failures.append(RuntimeError("broken"))
+        failing = asyncio.ensure_future(collect_failure(r, r.request(prompt_of(3 * S))))
+        await r.until(r.runner.entered.is_set)
+        r.runner.gate.set()
+        assert await failing == "engine_failed"
+        await r.settled()
+        assert r.store.pages == {}
 
 
 async def collect_failure(r: Rig, request: object) -> str:

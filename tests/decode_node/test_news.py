@@ -78,6 +78,46 @@ def test_early_news_is_bounded_in_number_and_age() -> None:
     assert early.take(RequestId("late"), 200.0) == []
 
 
+def test_news_of_an_ended_leg_is_not_kept_until_another_leg_begins() -> None:
+    early = EarlyNews(limit=2, ttl_s=5.0)
+    early.ended(RequestId("a"), 0.0)
+    assert not early.add(update(failed=True), 1.0)
+    assert early.take(RequestId("a"), 1.0) == []  # a new leg begins
+    assert early.add(update(failed=True), 1.0)
+    assert len(early.take(RequestId("a"), 2.0)) == 1
+
+
+def test_ended_legs_are_remembered_briefly_and_few() -> None:
+    early = EarlyNews(limit=2, ttl_s=5.0)
+    for at, name in enumerate("abc"):
+        early.ended(RequestId(name), float(at))
+    assert early.add(update("a"), 3.0), "the oldest went"
+    assert not early.add(update("b"), 3.0)
+    assert early.add(update("b"), 6.5), "too long ago"
+    assert not early.add(update("c"), 6.5)
+
+
+async def test_late_news_does_not_poison_a_later_leg_of_the_request() -> None:
+    async with rig() as r:
+        request = r.request(prompt_of(2 * S + 5))
+        prefill = r.prefill_of(request)
+        events = r.events(request, expect_prefill=True)
+        begun = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        await r.until(lambda: r.gauge("num_pulling") == 1)
+        begun.cancel()
+        await asyncio.wait([begun])
+        await r.settled()
+        assert not await r.tell(prefill.says(failed=True))  # of a prefill leg that was given up
+        assert r.counter("num_news_late") == 1
+        task = r.start(request)
+        await prefill.publish()
+        await r.until(lambda: r.gauge("num_pulling") == 0)
+        await asyncio.sleep(0.01)
+        assert not r.runner.steps, "the first token is not this leg's to make"
+        await r.tell(prefill.says_first())
+        assert (await task).outputs[0].index == 1
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["pages", "first", "published"])))
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 async def test_news_may_come_in_any_order_and_before_the_request(

@@ -8,9 +8,8 @@ import contextlib
 import msgspec
 import pytest
 
-from decode_node import ClearCache, GetStats
-from engine.request import DecodeRequest, Finished, FinishReason, TokensOut
-from kvstore.events import PagesStored, WatchKvEvents
+from engine.request import DecodeRequest, Finished, FinishReason, PromptReady, TokensOut
+from kvstore.events import ClearCache, GetStats, PagesStored, WatchKvEvents
 from kvstore.memory import MemoryStore
 from tests.decode_node.harness import (
     GREEDY,
@@ -91,6 +90,7 @@ async def test_an_engine_that_always_fails_makes_the_node_unhealthy_until_it_wor
 async def test_a_consumer_that_sleeps_gets_all_its_tokens_in_one_item() -> None:
     async with rig() as r:
         stream = r.events(r.request(prompt_of(5), sampling=LONG))
+        assert isinstance(await anext(stream), PromptReady)
         first = await anext(stream)
         assert isinstance(first, TokensOut)
         await r.answer(r.request(prompt_of(9), sampling=LONG))  # meanwhile others are served

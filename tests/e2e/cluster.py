@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,10 +132,16 @@ class Cluster:
             time.sleep(POLL_S)
         raise AssertionError(f"not ready: wanted {roles}, saw {seen}\n{self.logs()}")
 
-    def proc_of(self, role: str, pid: str | None) -> Proc:
-        """The process with this id, or any live one of ``role`` when the id is not known."""
+    def proc_of(self, role: str, pid: str | None = None) -> Proc:
+        """The process with this id, or any live one of ``role``."""
         live = [p for p in self.procs.values() if p.role == role and p.alive]
-        return next((p for p in live if str(p.popen.pid) == pid), live[0])
+        return next(p for p in live if pid is None or str(p.popen.pid) == pid)
+
+    def pid_of(self, node_id: str) -> str:
+        """The process id that a member states."""
+        body = httpx.get(f"{self.url}/admin/cluster", timeout=5).json()
+        pid: str = next(m["labels"]["pid"] for m in body["members"] if m["node_id"] == node_id)
+        return pid
 
     def heal(self) -> None:
         """Continue what was stopped, start again what has ended."""
@@ -154,13 +161,10 @@ class Cluster:
             time.sleep(POLL_S)
 
     def members(self) -> dict[str, int]:
-        """Number of live members by role."""
+        """Number of members by role whose processes live (a dead one is listed for a moment)."""
         body = httpx.get(f"{self.url}/admin/cluster", timeout=2).json()
-        counts: dict[str, int] = {}
-        for member in body["members"]:
-            if member["role"] != "gateway":
-                counts[member["role"]] = counts.get(member["role"], 0) + 1
-        return counts
+        live = {str(p.popen.pid) for p in self.procs.values() if p.alive}
+        return dict(Counter(m["role"] for m in body["members"] if m["labels"].get("pid") in live))
 
     def logs(self) -> str:
         return "\n".join(

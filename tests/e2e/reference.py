@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from engine.fake import fake_generate
 from engine.request import SamplingParams
@@ -16,8 +17,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(VOCAB_BYTES) for _ in range(length)]
 
 
-def expected(prompt: list[int], max_tokens: int, **params: object) -> list[int]:
+def expected(prompt: list[int], max_tokens: int, **params: Any) -> list[int]:
     """The greedy answer, unless ``params`` say otherwise; EOS is ignored."""
-    defaults: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
-    sampling = SamplingParams(max_tokens=max_tokens, **(defaults | params))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
+    sampling = SamplingParams(max_tokens=max_tokens, **fields)
     return [out.token for out in fake_generate(prompt, sampling)]

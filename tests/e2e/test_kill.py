@@ -18,6 +18,7 @@ from tests.e2e.reference import expected, prompt_of
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.shared_processes]
 
 MAX_TOKENS = 60
+PAGE = 16
 _DELAYS = ["--fake-token-delay", "0.002", "--fake-step-delay", "0.02"]
 SLOW = {"prefill": _DELAYS, "decode": _DELAYS}
 ROLES = ["store", "prefill", "decode"]
@@ -49,7 +50,7 @@ def busy(cluster: Cluster, role: str) -> Proc:
             gauges = member["gauges"]
             active = gauges.get("num_running", 0) + gauges.get("num_waiting", 0) > 0
             if member["role"] == role and (active or role == "store"):
-                return cluster.proc_of(role, member["labels"].get("pid"))
+                return cluster.proc_of(role, member["labels"]["pid"])
         time.sleep(POLL_S)
     raise AssertionError(f"no {role} node has work")
 
@@ -156,11 +157,33 @@ def test_drained_nodes_fail_no_request(pair: Cluster) -> None:
         futures = [pool.submit(ask, pair, prompt, Answer()) for prompt in prompts]
         leaving = [
             busy(pair, "decode"),
-            pair.proc_of("prefill", None),
-            pair.proc_of("store", None),
+            pair.proc_of("prefill"),
+            pair.proc_of("store"),
         ]
         for proc in leaving:
             proc.signal(signal.SIGTERM)
         answers = [future.result(timeout=90) for future in futures]
     assert answers == [expected(prompt, MAX_TOKENS) for prompt in prompts]
     assert [proc.popen.wait(timeout=60) for proc in leaving] == [0, 0, 0]
+
+
+def test_a_conversation_that_moves_to_another_prefill_node_computes_nothing_twice(
+    pair: Cluster,
+) -> None:
+    """The node that served a turn dies before the next one: the store has what it computed."""
+    tokens = prompt_of(150, seed=90)
+    previous = 0
+    nodes = set()
+    for turn in range(3):
+        body = complete(pair.url, tokens, 20)
+        answer = tokens_of(body)
+        trace = body["kvferry"]
+        assert answer == expected(tokens, 20)
+        assert trace["computed_tokens"] <= len(tokens) - previous + PAGE, (turn, trace)
+        nodes.add(trace["prefill_node"])
+        pair.proc_of("prefill", pair.pid_of(trace["prefill_node"])).kill()
+        pair.heal()
+        pair.wait_for(TWO_OF_EACH)
+        previous = len(tokens) + len(answer)
+        tokens = tokens + answer + prompt_of(20, seed=900 + turn)
+    assert len(nodes) == 3

@@ -40,7 +40,7 @@ def test_pools_grow_and_shrink_while_serving(tmp_path: Path) -> None:
         cluster.wait_for({"store": 2, "prefill": 2, "decode": 2})
         prompt = prompt_of(200, seed=2)
         assert tokens_of(complete(cluster.url, prompt, 10)) == expected(prompt, 10)
-        leaving = [cluster.proc_of(role, None) for role in ("prefill", "decode", "store")]
+        leaving = [cluster.proc_of(role) for role in ("prefill", "decode", "store")]
         for proc in leaving:
             proc.signal(signal.SIGTERM)
         cluster.wait_for({"store": 1, "prefill": 1, "decode": 1})

@@ -26,6 +26,7 @@ from engine.request import (
     PrefillEvent,
     PrefillRequest,
     PrefillUpdate,
+    PromptReady,
     SamplingParams,
     TokenOut,
     TokensOut,
@@ -223,6 +224,7 @@ class FakeNode:
                 assert index == 0
                 index = await self._first_token_news(request)
             reply = self.reply(unpacked(request.prompt))
+            yield self._prompt_ready(message)
             yielded = 0
             while True:
                 yielded += 1
@@ -251,22 +253,26 @@ class FakeNode:
             self._news_event.clear()
             await self._news_event.wait()
 
-    def _finished(self, message: DecodeRequest, reason: FinishReason) -> Finished:
-        num_tokens = message.request.num_prompt_tokens + message.request.num_emitted_tokens
-        pulled = num_tokens if message.expect_prefill else self.cached_store
-        return Finished(
-            reason=reason,
+    def _prompt_ready(self, message: DecodeRequest) -> PromptReady:
+        """A leg that goes on finds all that was emitted, but for the last token's KV."""
+        num_emitted = message.request.num_emitted_tokens
+        num_tokens = message.request.num_prompt_tokens + num_emitted
+        pulled = num_tokens if message.expect_prefill else self.cached_store + num_emitted
+        pulled -= 1 if num_emitted else 0
+        return PromptReady(
             computed_tokens=num_tokens - pulled,
+            computed_emitted_tokens=1 if num_emitted else 0,
             cached_local_tokens=0,
             cached_store_tokens=pulled,
             pages_pulled=3,
             bytes_pulled=300,
-            pages_pushed=1,
-            bytes_pushed=100,
             recomputed_pages=0 if message.expect_prefill else 1,
-            num_preemptions=0,
             pull_s=0.004,
         )
+
+    def _finished(self, message: DecodeRequest, reason: FinishReason) -> Finished:
+        told = msgspec.structs.asdict(self._prompt_ready(message))
+        return Finished(reason=reason, pages_pushed=1, bytes_pushed=100, num_preemptions=0, **told)
 
 
 def request_of(

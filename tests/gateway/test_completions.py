@@ -8,7 +8,7 @@ import pytest
 
 from engine.request import TokenOut
 from tests.gateway.fake_node import EOS, Fault, alphabet_reply, text_reply
-from tests.gateway.fakes import FakeCluster
+from tests.gateway.fakes import FakeCluster, wait_for
 from tests.gateway.http import COMPLETIONS, door
 from transfer.errors import PeerLost, RemoteFailed
 
@@ -109,6 +109,32 @@ async def test_a_stop_string_cuts_the_text_and_stops_decode() -> None:
         assert d.cluster.d().open_streams == []
         events = await d.stream(COMPLETIONS, {"prompt": "x", "max_tokens": 100, "stop": "three"})
         assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "one two "
+
+
+async def test_cached_tokens_are_known_when_a_stop_string_ends_the_text() -> None:
+    cluster = FakeCluster(num_prefill=0, reply=text_reply("one two three four"))
+    cluster.d().cached_store = 1
+    async with door(cluster) as d:
+        body = await d.complete("x", max_tokens=100, stop="two")
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+        fields = {"stop": "two", "max_tokens": 100, "stream_options": {"include_usage": True}}
+        events = await d.stream(COMPLETIONS, {"prompt": "x", **fields})
+        assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+        assert d.cluster.dispatcher.stats.finished == 2, "a stop string is an end like any other"
+        assert d.cluster.dispatcher.stats.cancelled == 0
+
+
+async def test_a_stop_string_does_not_cut_the_pages_that_prefill_pushes() -> None:
+    async with door(FakeCluster(reply=text_reply("one two three four"))) as d:
+        prefill, decode = d.cluster.p(), d.cluster.d()
+        prefill.push_gate.clear()
+        body = await d.complete("x", max_tokens=100, stop="two")
+        assert body["choices"][0]["stop_reason"] == "two"
+        assert body["usage"]["completion_tokens"] == len("one two")
+        await wait_for(lambda: not decode.open_streams)
+        assert len(prefill.open_streams) == 1, "the push goes on without the client"
+        prefill.push_gate.set()
+        await wait_for(lambda: not prefill.open_streams)
 
 
 async def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:

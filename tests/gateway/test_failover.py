@@ -128,6 +128,28 @@ async def test_news_is_told_again_until_decode_knows_the_request() -> None:
         assert cluster.d().bad_acks == 0
 
 
+@pytest.mark.parametrize("at", [2, 3, 6])
+async def test_cached_tokens_are_of_the_leg_that_made_the_first_token(at: int) -> None:
+    """Decode alone, then another decode node that finds other things cached."""
+    async with FakeCluster(num_prefill=0, num_decode=2).running() as cluster:
+        found = {"d0": 16, "d1": 32}
+        for node in (cluster.d(0), cluster.d(1)):
+            node.cached_store = found[node.name]
+            node.faults = [Fault(at, PeerLost("gone"))]
+        task = asyncio.create_task(collect(cluster))
+        await wait_for(lambda: bool(cluster.d(0).requests or cluster.d(1).requests))
+        first, other = cluster.d(0), cluster.d(1)
+        if other.requests:
+            first, other = other, first
+        other.faults = []
+        tokens, done = await task
+        assert tokens == alphabet_reply(PROMPT)[:8]
+        assert other.requests[0].num_emitted_tokens == at - 1
+        assert done.trace.cached_tokens(len(PROMPT)) == found[first.name]
+        both = [len(PROMPT) - found[node.name] for node in (first, other)]
+        assert done.trace.computed_tokens == sum(both)
+
+
 async def test_decode_abort_moves_the_request() -> None:
     async with FakeCluster(num_decode=2).running() as cluster:
         for node in (cluster.d(0), cluster.d(1)):

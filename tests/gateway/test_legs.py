@@ -18,6 +18,7 @@ from engine.request import (
     FirstToken,
     PrefillDone,
     PrefillEvent,
+    PromptReady,
     TokenOut,
     TokensOut,
 )
@@ -27,6 +28,7 @@ from gateway.legs import (
     Emit,
     Finish,
     GiveUp,
+    LegState,
     RequestCore,
     StartDecode,
     StartPrefill,
@@ -55,10 +57,24 @@ def done(published: bool = True) -> PrefillDone:
     return PrefillDone(published=published, pages_pushed=1, bytes_pushed=1, push_s=0.0)
 
 
+def ready(computed: int = 0, local: int = 0, store: int = 3, emitted: int = 0) -> PromptReady:
+    return PromptReady(
+        computed_tokens=computed,
+        computed_emitted_tokens=emitted,
+        cached_local_tokens=local,
+        cached_store_tokens=store,
+        pages_pulled=1,
+        bytes_pulled=10,
+        recomputed_pages=0,
+        pull_s=0.5,
+    )
+
+
 def finished(reason: FinishReason) -> Finished:
     return Finished(
         reason=reason,
         computed_tokens=0,
+        computed_emitted_tokens=0,
         cached_local_tokens=0,
         cached_store_tokens=3,
         pages_pulled=0,
@@ -153,6 +169,7 @@ def test_prefill_is_ignored_once_decode_was_told_it_failed() -> None:
     assert news is not None
     assert news.failed
     assert core.on_prefill(1, first_token(REQUEST)) == []
+    core.on_decode(1, ready())
     assert emitted(core.on_decode(1, tokens(0, 1))) == [0, 1]
 
 
@@ -168,6 +185,7 @@ def test_decode_legs_without_a_token_are_bounded_and_tokens_reset_the_count() ->
     core = core_of(decode_attempts=2)
     core.begin(with_prefill=False)
     assert core.on_decode_lost(1) == [StartDecode(2)]
+    core.on_decode(2, ready())
     core.on_decode(2, tokens(0))
     assert core.on_decode_lost(2) == [StartDecode(3)]
     (give_up,) = core.on_decode_lost(3)
@@ -213,6 +231,87 @@ def test_a_wanted_trace_waits_for_both_legs_but_not_for_ever() -> None:
     assert core.on_prefill(1, done()) == []
 
 
+def trace_of(core: RequestCore) -> GenerationTrace:
+    return core._trace
+
+
+def cached_of(core: RequestCore) -> tuple[int | None, int | None]:
+    return trace_of(core).cached_local, trace_of(core).cached_store
+
+
+def test_the_leg_that_makes_index_zero_says_what_was_cached_and_later_legs_do_not() -> None:
+    core = core_of()
+    core.begin(with_prefill=False)
+    core.on_decode(1, ready(computed=2, local=1, store=0))
+    assert cached_of(core) == (None, None), "it has made no token yet"
+    core.on_decode_lost(1)
+    core.on_decode(2, ready(computed=1, local=0, store=2))
+    core.on_decode(2, tokens(0, 1))
+    assert cached_of(core) == (0, 2)
+    core.on_decode_lost(2)
+    core.on_decode(3, ready(computed=1, local=4, store=0, emitted=1))
+    core.on_decode(3, tokens(2, 3, 4, 5))
+    assert cached_of(core) == (0, 2)
+    assert core._trace.cached_tokens(3) == 2
+    assert trace_of(core).computed_tokens == 2 + 1, "the prompt, in all legs"
+    assert trace_of(core).recomputed_tokens == 1
+
+
+def test_what_decode_computed_again_adds_to_what_prefill_computed() -> None:
+    core = core_of()
+    core.begin(with_prefill=True)
+    core.on_prefill(1, first_token(REQUEST))
+    core.on_decode(1, ready(computed=2, store=1))
+    assert cached_of(core) == (0, 0)
+    assert trace_of(core).computed_tokens == 3 + 2
+    assert trace_of(core).recomputed_tokens == 2
+
+
+def test_the_end_of_a_leg_repeats_its_accounting_and_counts_once() -> None:
+    core = core_of(wanted=True)
+    core.begin(with_prefill=True)
+    core.on_prefill(1, first_token(REQUEST))
+    core.on_decode(1, ready(store=3))
+    core.on_decode(1, tokens(1))
+    end = dict.fromkeys(Finished.__struct_fields__, 0) | {"reason": FinishReason.ABORT}
+    end |= {"cached_store_tokens": 3, "pages_pulled": 2, "bytes_pulled": 30, "pages_pushed": 4}
+    core.on_decode(1, Finished(**end | {"pull_s": 0.75}))  # type: ignore[arg-type]
+    trace = trace_of(core)
+    assert (trace.pages_pulled, trace.bytes_pulled, trace.pull_s) == (2, 30, 0.75)
+    assert trace.pages_pushed == 4, "also of a leg that was handed over"
+    core.on_decode(2, ready())
+    assert (trace.pages_pulled, trace.bytes_pulled) == (3, 40)
+
+
+def test_a_first_token_of_decode_without_accounting_is_a_lost_leg() -> None:
+    core = core_of()
+    core.begin(with_prefill=False)
+    assert core.on_decode(1, tokens(0)) == [StartDecode(2)]
+
+
+def test_a_text_that_ends_needs_no_decode_and_lets_prefill_push() -> None:
+    core = core_of()
+    core.begin(with_prefill=True)
+    core.on_prefill(1, first_token(REQUEST))
+    core.on_decode(1, ready())
+    core.on_decode(1, tokens(1))
+    assert core.stop_text() == [Finish(FinishReason.STOP)]
+    assert core.decode is LegState.OVER
+    assert core.prefill is LegState.PUSHING
+    assert core.stop_text() == []
+
+
+def test_a_text_that_ends_waits_for_the_facts_of_prefill_when_they_are_wanted() -> None:
+    core = core_of(wanted=True)
+    core.begin(with_prefill=True)
+    core.on_prefill(1, first_token(REQUEST))
+    core.on_decode(1, ready())
+    core.on_decode(1, tokens(1))
+    assert core.stop_text() == [AwaitFacts()]
+    assert core.on_decode(1, tokens(2)) == [], "decode is over"
+    assert core.on_prefill(1, done()) == [Finish(FinishReason.STOP)]
+
+
 def test_stop_of_the_last_token_wins_over_length() -> None:
     core = core_of(6)
     core.begin(with_prefill=True)
@@ -251,7 +350,9 @@ class World:
         self.decode: dict[int, int] = {}  # leg -> next index, once it may go on
         self.waiting: dict[int, DecodeRequest] = {}
         self.over: set[int] = set()
+        self.reported: set[int] = set()
         self.failed_told = False
+        self.cached: int | None = None
 
     def expected(self) -> list[int]:
         found = []
@@ -332,7 +433,12 @@ class World:
         if index is None:
             return
         event: DecodeEvent
-        if index >= len(self.expected()):
+        if leg not in self.reported:
+            self.reported.add(leg)
+            event = ready(computed=leg, store=3 - min(leg, 3))
+            if leg == self.core.decode_leg and not self.got and index == 0:
+                self.cached = 3 - min(leg, 3)  # counts if this leg makes index 0
+        elif index >= len(self.expected()):
             reason = output_at(self.request, REFERENCE, len(self.expected()) - 1).stop
             assert reason is not None
             event = finished(reason)
@@ -357,3 +463,4 @@ def test_any_interleaving_gives_the_exact_tokens_once() -> None:
         assert world.got == world.expected(), f"seed {seed}"
         last = output_at(world.request, REFERENCE, len(world.got) - 1)
         assert world.reason is last.stop, f"seed {seed}"
+        assert world.core._trace.cached_store == (world.cached or 0), f"seed {seed}"

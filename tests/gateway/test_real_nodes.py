@@ -223,3 +223,27 @@ async def test_draining_a_decode_node_mid_stream_changes_no_token() -> None:
         assert ids(body) == reference(prompt, 300)
         assert stats.decode_failovers >= 1
         assert body["kvferry"]["decode_node"] != busy[0]
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_cached_tokens_are_exact_when_a_stop_string_ends_the_text(prefill: int) -> None:
+    """The first turn is cut by a stop string; the second finds all full pages of it."""
+    async with real_cluster(prefill) as cluster:
+        prompt = [ord("a") + at % 26 for at in range(40)]
+        output = reference(prompt, 80)
+        text = bytes(token for token in output if token < 128).decode()
+        fields = {"max_tokens": 80, "stop": text[30:36]}
+        body = await cluster.complete(prompt, **fields)
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert body["kvferry"]["computed_tokens"] == len(prompt)
+        num_tokens = body["usage"]["completion_tokens"]
+        store = cluster.store
+        assert store is not None
+        num_full = (len(prompt) + num_tokens - 1) // 16
+        await wait_for(lambda: len(store.pages) >= num_full, 5.0)
+        again = prompt + output[:num_tokens]
+        body = await cluster.complete(again, 4)
+        cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == len(again) - body["kvferry"]["computed_tokens"]
+        assert cached >= num_full * 16

@@ -11,7 +11,7 @@ import pytest
 
 from engine.fake import fake_generate
 from engine.request import FirstToken, PrefillDone, PrefillEvent, PrefillRequest, SamplingParams
-from kvstore.events import WatchKvEvents
+from kvstore.events import ClearCache, GetStats, WatchKvEvents
 from kvstore.keys import namespace_of, page_keys
 from tests.prefill_node.harness import (
     GREEDY,
@@ -214,7 +214,11 @@ async def test_a_pool_of_one_request_serves_eight() -> None:
 
 async def test_refusals_name_their_code_and_allocate_nothing() -> None:
     async with rig(num_pages=5, max_num_requests=1, step_delay_s=0.02) as r:
-        for prompt, code in [([], "bad_request"), ([300], "bad_request"), ([65] * 65, "too_long")]:
+        for prompt, code in [
+            ([], "invalid_request"),
+            ([300], "invalid_request"),
+            ([65] * 65, "too_long"),
+        ]:
             with pytest.raises(RemoteFailed) as caught:
                 await r.prefill(prompt)
             assert caught.value.code == code
@@ -303,4 +307,4 @@ async def test_priority_and_deadline_are_kept() -> None:
         with pytest.raises(RemoteFailed) as caught:
             async for _ in r.node.prefill(message, caller(timeout_s=0.001)):
                 pass
-        assert caught.value.code == "deadline"
+        assert caught.value.code == "deadline_exceeded"

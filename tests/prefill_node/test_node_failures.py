@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from engine.request import FirstToken
+from kvstore.event_feed import WATCHERS_MAX
 from kvstore.events import (
     BATCHES_MAX,
     AllPagesCleared,
+    ClearCache,
     KvEventBatch,
     PagesRemoved,
     PagesStored,
@@ -17,8 +19,7 @@ from kvstore.events import (
 )
 from kvstore.keys import namespace_of, page_keys
 from kvstore.page import PageKey
-from prefill_node.config import ENGINE_FAILURES_MAX, WATCHERS_MAX
-from prefill_node.messages import ClearCache
+from prefill_node.config import ENGINE_FAILURES_MAX
 from tests.prefill_node.harness import PAGE_SIZE, caller, prompt_of, rig
 from transfer.errors import RemoteFailed
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from prefill_node.restore_model import PROBE_EVERY, PROBE_PAGES, Decision, RestoreModel
+from prefill_node.restore_model import (
+    DEADLINE_FLOOR_S,
+    PROBE_EVERY,
+    PROBE_PAGES,
+    Decision,
+    RestoreModel,
+)
 
 PAGE_NBYTES = 1_000_000
 
@@ -56,7 +62,7 @@ def test_a_probe_of_a_few_pages_does_not_flatter_the_tier() -> None:
 def test_a_restore_never_may_take_longer_than_recomputing_plus_a_floor() -> None:
     decision = decide(model(restore=1e8))
     assert decision.restore
-    assert decision.timeout_s <= decision.recompute_s + 0.02 + 1e-9
+    assert decision.timeout_s <= decision.recompute_s + DEADLINE_FLOOR_S + 1e-9
 
 
 def test_a_tier_that_was_slow_is_probed_now_and_then_and_comes_back() -> None:

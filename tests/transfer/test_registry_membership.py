@@ -119,7 +119,7 @@ def test_nodes_start_in_any_order(order: tuple[str, ...], caplog: pytest.LogCapt
     waits = [r.getMessage() for r in caplog.records if "waits for the registry" in r.getMessage()]
     num_early = order.index("gateway")
     assert num_early * 2 <= len(waits) <= num_early * 5, "says it, and not all the time"
-    assert all("kvferry gateway --port 7000" in text for text in waits)
+    assert all("kvferry gateway --join-port 7000" in text for text in waits)
 
 
 def test_a_restarted_registry_finds_its_members_again() -> None:
@@ -237,7 +237,7 @@ def test_gauges_travel_with_heartbeats_and_draining_is_seen() -> None:
 def test_an_observer_watches_and_is_not_listed() -> None:
     async def body(cluster: SimCluster) -> None:
         observer = Seat(cluster, "status", role=Role.OBSERVER)
-        with pytest.raises(PeerUnreachable, match="kvferry gateway --port 7000"):
+        with pytest.raises(PeerUnreachable, match="kvferry gateway --join-port 7000"):
             await observer.node.run(observer.membership.watch_only(deadline_s=cluster.now_s + 1))
         await start_gateway(cluster)
         await Seat(cluster, "a").join()

@@ -240,7 +240,8 @@ def test_addresses_of_both_families_split_and_join() -> None:
 @pytest.mark.slow
 async def test_a_host_that_vanishes_is_noticed_in_two_seconds_whatever_is_under_way() -> None:
     command = ["unshare", "-rn", sys.executable, "-m", "tests.transfer.vanishing_host"]
-    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True).returncode:  # noqa: ASYNC221
+    probe = subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True)  # noqa: ASYNC221
+    if probe.returncode:
         pytest.skip("needs user namespaces and ip")
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE)
     output, _ = await process.communicate()

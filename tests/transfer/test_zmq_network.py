@@ -104,14 +104,22 @@ async def test_a_cluster_secret_lets_in_only_those_who_know_it() -> None:
             await network.close()
 
 
-@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.7:0"])
+@pytest.mark.parametrize("secret", [None, ""])
+def test_remote_peers_are_refused_without_a_cluster_secret(secret: str | None) -> None:
+    with pytest.raises(ValueError, match="cluster secret"):
+        ZmqNetwork(allow_remote=True, secret=secret)
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.7:0", "ws://0.0.0.0:0", "udp://*:0"]
+)
 async def test_only_loopback_is_bound_unless_allowed(server: ZmqNetwork, bind: str) -> None:
     with pytest.raises(PeerUnreachable, match="other machines"):
         await server.listen(TestService(), hello(Role.STORE), bind)
 
 
 async def test_a_wildcard_listener_names_an_address_that_can_be_reached() -> None:
-    network = ZmqNetwork(allow_remote=True)
+    network = ZmqNetwork(allow_remote=True, secret="open sesame")
     try:
         listener = await network.listen(TestService(), hello(Role.STORE), "tcp://0.0.0.0:0")
         assert "0.0.0.0" not in listener.address
