@@ -15,8 +15,8 @@ class DecodeConfig(BaseModel, frozen=True, extra="forbid"):
         step_tokens: token budget of one step: one per running sequence, the rest for chunks of
             recomputed prompts, so that the inter-token latency of running streams stays bounded.
         head_room_tokens: tokens a sequence must be able to grow by before it joins others.
-        pull_timeout_s: how long pages may take once they are known to be in the store (or known
-            not to come); then the rest is recomputed.
+        pull_timeout_s: how long a pull may take once its pages are known to be in the store (or
+            known not to come); then the rest is recomputed.
         write_back_workers: puts in flight at one time.
         write_back_pages: pages that may wait for the store; never more than a quarter of the pool.
         write_back_timeout_s: deadline of one put.

@@ -7,7 +7,7 @@ One pull, as rounds of ``store.get``::
 
     leg alive ──▶ waiting round ──all there─────────────────────────────▶ end
                      │    │ page at the frontier failed ────────────────▶ end
-                     │    │ published, pull_timeout_s ago ──────────────▶ end
+                     │    │ published, and waited pull_timeout_s since ─▶ end
                      │ leg failed / will not publish
     no leg ──────────┴──▶ one more round that does not wait ────────────▶ end
 
@@ -195,7 +195,8 @@ class Fetcher:
         elif not news.more_pages:
             return None
         elif news.published:
-            until_s = min(until_s, news.published_s + self._pull_timeout_s)
+            since_s = max(began_s, news.published_s)  # it may have queued for pages in between
+            until_s = min(until_s, since_s + self._pull_timeout_s)
         return until_s if asyncio.get_running_loop().time() < until_s else None
 
     def _share(self, pull: _Pull) -> None:

@@ -52,7 +52,7 @@ class Legs:
         scheduler: queues and ends sequences.
         early: news for legs that are not open yet.
         on_news: called when a sequence has news of its prefill leg.
-        last_put_s: how long ``Finished`` may wait for the put of the last pages, at that moment.
+        last_put_s: how long ``Finished`` may wait for the puts of the sequence, at that moment.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Legs:
         task.add_done_callback(self._reap)
 
     def final_put(self, seq: Sequence, ticket: Ticket) -> None:
-        """``ticket`` stands for the last pages of ``seq``."""
+        """``ticket`` stands for all pages of ``seq`` that are on their way to the store."""
         leg = self._by_seq.get(seq)
         if leg is not None:
             leg.last_put = ticket

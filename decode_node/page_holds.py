@@ -26,8 +26,13 @@ class PageHolds:
 
     def __init__(self, allocator: PageAllocator, on_release: Callable[[], None]) -> None:
         self._allocator = allocator
+        self._release: Callable[[Sequence[PageId]], None] = allocator.release
         self._on_release = on_release
         self._counts: dict[PageId, int] = {}
+
+    def release_by(self, release: Callable[[Sequence[PageId]], None]) -> None:
+        """Give references back by ``release``: the page cache's, which must know of it."""
+        self._release = release
 
     def retain(self, page_ids: Sequence[PageId]) -> None:
         self._allocator.retain(page_ids)
@@ -41,7 +46,7 @@ class PageHolds:
                 self._counts[page_id] = left
             else:
                 del self._counts[page_id]
-        self._allocator.release(page_ids)
+        self._release(page_ids)
         self._on_release()
 
     def count(self, page_id: PageId) -> int:

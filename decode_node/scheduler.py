@@ -97,6 +97,7 @@ class Scheduler:
         self._allocator = allocator
         self._cache = cache
         self._holds = holds
+        holds.release_by(cache.release)
         self._outlet = outlet
         self._waiting: list[Sequence] = []
         self._active: list[Sequence] = []
@@ -156,7 +157,7 @@ class Scheduler:
         needed = grown - len(cached) if self._active else num_fresh
         self._evict_for(needed)
         if self._allocator.num_free < needed:
-            self._allocator.release(cached)
+            self._cache.release(cached)
             return None
         fresh = self._allocator.allocate(num_fresh)
         assert fresh is not None
@@ -180,7 +181,7 @@ class Scheduler:
         if key is None or key not in self._cache or not self._rooted(seq, index):
             return None
         own = seq.share(index, self._cache.match_one(key))
-        self._allocator.release([own])
+        self._cache.release([own])
         return index
 
     def _offer(self, seq: Sequence) -> None:
@@ -195,7 +196,7 @@ class Scheduler:
             own = seq.page_ids[index]
             if key in self._cache:
                 seq.page_ids[index] = self._cache.match_one(key)
-                self._allocator.release([own])
+                self._cache.release([own])
             else:
                 self._cache.insert(key, parent, own)
             seq.num_offered += 1
@@ -275,7 +276,7 @@ class Scheduler:
         self._outlet.stop_pull(seq)
         running = seq.state is SeqState.RUNNING
         self._outlet.write_back(seq, seq.take_unwritten(tail=running), final=False)
-        self._allocator.release(seq.retract())
+        self._cache.release(seq.retract())
         self._active.remove(seq)
         bisect.insort(self._waiting, seq, key=lambda s: s.order)
         self.num_retracted += 1
@@ -344,7 +345,7 @@ class Scheduler:
             self._outlet.write_back(seq, seq.take_unwritten(tail=settled), final=True)
         elif keep and seq.num_full_pages > seq.num_written:
             self._outlet.write_back(seq, seq.take_unwritten(tail=False), final=False)
-        self._allocator.release(seq.end(state, reason))
+        self._cache.release(seq.end(state, reason))
 
     def clear_cache(self) -> int:
         """Forget all cached pages; sequences keep theirs. Returns how many were forgotten."""

@@ -3,7 +3,8 @@
 Owns the queue of pages on their way into the store, bounded in pages, and the puts in flight,
 bounded in number. A page in the queue is held by it, whatever becomes of its sequence. A page that
 does not fit into the queue, or that the store does not take, is counted and forgotten: it costs
-its next reader a recompute. Knows no sequences beyond the counters it adds to.
+its next reader a recompute. Knows no sequences beyond the counters it adds to, and that one such
+object is one sequence.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ PUT_PAGES_MAX = 64  # pages of one put
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """The pages of one submission; ``done`` is set when the store has answered for all of them."""
+    """The pages of one sequence that are on their way, those that joined a put included.
 
-    num_left: int
+    ``done`` is set when the store has answered for all of them, or they were given up.
+    """
+
+    stats: SeqStats
+    num_left: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -38,7 +43,7 @@ class _Item:
     identity: PageIdentity
     page_id: PageId
     stats: SeqStats
-    ticket: Ticket
+    tickets: list[Ticket]  # of the sequence that brought the page, and of those that joined
 
 
 class WriteBack:
@@ -73,7 +78,8 @@ class WriteBack:
         self._num_pages_max = num_pages_max
         self._timeout_s = timeout_s
         self._queue: deque[_Item] = deque()
-        self._in_flight: dict[PageKey, None] = {}
+        self._in_flight: dict[PageKey, _Item] = {}
+        self._tickets: dict[int, Ticket] = {}  # open ones; a ticket keeps the stats of its id alive
         self._workers: dict[asyncio.Task[None], None] = {}
         self._closed = False
         self.counters = dict.fromkeys(
@@ -86,20 +92,28 @@ class WriteBack:
         return len(self._in_flight)
 
     def submit(self, pages: Seq[tuple[PageIdentity, PageId]], stats: SeqStats) -> Ticket:
-        """Queue pages; takes a reference on each. Never waits, never fails."""
-        ticket = Ticket(0)
+        """Queue pages; takes a reference on each. Never waits, never fails.
+
+        Returns the ticket of all pages of the sequence (of ``stats``) that are on their way, also
+        of earlier calls. A page that is on its way already is waited for, and held and counted by
+        the sequence that brought it.
+        """
+        ticket = self._tickets.setdefault(id(stats), Ticket(stats))
         for identity, page_id in pages:
-            if identity.key in self._in_flight:
+            item = self._in_flight.get(identity.key)
+            if item is not None:
                 self.counters["joined"] += 1
+                item.tickets.append(ticket)
             elif self._closed or len(self._in_flight) >= self._num_pages_max:
                 self.counters["dropped"] += 1
+                continue
             else:
                 self._holds.retain([page_id])
-                self._in_flight[identity.key] = None
-                self._queue.append(_Item(identity, page_id, stats, ticket))
-                ticket.num_left += 1
-        if not ticket.num_left:
-            ticket.done.set()
+                item = _Item(identity, page_id, stats, [ticket])
+                self._in_flight[identity.key] = item
+                self._queue.append(item)
+            ticket.num_left += 1
+        self._end_if_done(ticket)
         self._start_workers()
         return ticket
 
@@ -160,10 +174,15 @@ class WriteBack:
         """The store does not touch these pages any more."""
         for item in items:
             del self._in_flight[item.identity.key]
-            item.ticket.num_left -= 1
-            if not item.ticket.num_left:
-                item.ticket.done.set()
+            for ticket in item.tickets:
+                ticket.num_left -= 1
+                self._end_if_done(ticket)
         self._holds.release([item.page_id for item in items])
+
+    def _end_if_done(self, ticket: Ticket) -> None:
+        if not ticket.num_left and not ticket.done.is_set():
+            ticket.done.set()
+            del self._tickets[id(ticket.stats)]
 
     def _reap(self, worker: asyncio.Task[None]) -> None:
         del self._workers[worker]

@@ -122,6 +122,7 @@ class LocalMembership:
 
     view = MembershipView()
     connected = True
+    superseded = False
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         self.info, self.status = info, status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -27,7 +28,7 @@ def put(allocator: PageAllocator, cache: PageCache, *path: int) -> PageId:
     (page_id,) = allocator.allocate(1) or [None]
     assert page_id is not None
     assert cache.insert(key(*path), key(*path[:-1]) if len(path) > 1 else None, page_id)
-    allocator.release([page_id])
+    cache.release([page_id])
     return page_id
 
 
@@ -45,7 +46,7 @@ def test_insert_takes_no_page_without_its_parent_and_none_twice() -> None:
     assert cache.insert(key(1), None, a)
     assert not cache.insert(key(1), None, b)
     assert [allocator.refs(a), allocator.refs(b)] == [2, 1]
-    allocator.release([a, b])
+    cache.release([a, b])
     cache.check()
 
 
@@ -61,7 +62,7 @@ def test_evict_never_frees_a_held_page_nor_its_ancestors() -> None:
         False,
         False,
     ]
-    allocator.release(held)
+    cache.release(held)
     assert cache.evict(10) == 2
     assert allocator.num_held == 0
 
@@ -70,7 +71,7 @@ def test_evict_takes_the_least_recently_used_chain_first() -> None:
     allocator, cache, _ = new_cache(8)
     for path in ([1], [1, 2], [3], [3, 4]):
         put(allocator, cache, *path)
-    allocator.release(cache.match([key(1), key(1, 2)]))
+    cache.release(cache.match([key(1), key(1, 2)]))
     assert cache.evict(2) == 2
     assert key(1, 2) in cache
     assert key(3) not in cache
@@ -83,7 +84,7 @@ def test_clear_leaves_the_pages_of_others_alone() -> None:
     assert cache.clear() == 1
     assert log.num_held == 0
     assert allocator.num_held == 1
-    allocator.release(held)
+    cache.release(held)
     cache.check()
 
 
@@ -128,7 +129,7 @@ def test_the_cache_equals_a_naive_model(seed: int) -> None:
             assert found == [model[p] for p in prefixes[:length]]
             held.append(found)
         elif action == 2 and held:
-            allocator.release(held.pop(rng.randrange(len(held))))
+            cache.release(held.pop(rng.randrange(len(held))))
         elif action == 3:
             before = len(cache)
             count = rng.randint(1, 4)
@@ -147,6 +148,8 @@ def test_the_cache_equals_a_naive_model(seed: int) -> None:
         elif action == 4 and rng.random() < 0.05:
             cache.clear()
             model.clear()
+        alone = sum(allocator.refs(page) == 1 for page in model.values())
+        assert cache.num_evictable == alone
         cache.check()
         allocator.check()
 
@@ -173,6 +176,77 @@ def test_a_parent_older_than_its_child_goes_in_the_same_pass() -> None:
     for path in ([1], [1, 2], [1, 2, 3]):
         put(allocator, cache, *path)
     for path in ([1, 2], [1, 2, 3]):
-        allocator.release([cache.match_one(key(*path))])
+        cache.release([cache.match_one(key(*path))])
     assert cache.evict(3) == 3
     cache.check()
+
+
+def test_a_page_used_since_its_child_was_outlives_an_older_one() -> None:
+    allocator, cache, _ = new_cache(8)
+    for path in ([1], [1, 2], [3]):
+        put(allocator, cache, *path)
+    cache.release(cache.match([key(1)]))
+    assert cache.evict(2) == 2
+    assert [k in cache for k in (key(1), key(1, 2), key(3))] == [True, False, False]
+
+
+def test_a_page_that_was_held_long_is_young_when_it_is_given_back() -> None:
+    allocator, cache, _ = new_cache(8)
+    put(allocator, cache, 1)
+    held = cache.match([key(1)])
+    put(allocator, cache, 2)
+    cache.release(held)
+    assert cache.evict(1) == 1
+    assert key(2) not in cache
+
+
+def test_transfers_give_pages_back_by_the_cache() -> None:
+    allocator, cache, _ = new_cache(8)
+    holds = PageHolds(allocator, lambda: None)
+    holds.release_by(cache.release)
+    put(allocator, cache, 1)
+    used = cache.match([key(1)])
+    holds.retain(used)
+    cache.release(used)
+    assert (cache.num_evictable, cache.evict(1)) == (0, 0)
+    holds.release(used)
+    assert (cache.num_evictable, cache.evict(1)) == (1, 1)
+    cache.check()
+
+
+@pytest.mark.parametrize("num_chains", [1, 500, 50_000])
+@pytest.mark.parametrize("only_last", [False, True])
+def test_a_blocked_evict_does_not_look_at_held_pages(num_chains: int, only_last: bool) -> None:
+    """A thousand in a row over 50,000 pages; with ``only_last`` just the leaves are held."""
+    num_pages = 50_000
+    allocator, cache, _ = new_cache(num_pages + 2)
+    for chain in range(num_chains):
+        keys = [PageKey(b"%d/%d" % (chain, i)) for i in range(num_pages // num_chains)]
+        pages = allocator.allocate(len(keys)) or []
+        for i, page in enumerate(pages):
+            assert cache.insert(keys[i], keys[i - 1] if i else None, page)
+        cache.release(pages)
+        if only_last:
+            cache.match_one(keys[-1])
+        else:
+            cache.match(keys)
+    assert cache.evict(1) == 0  # forgets what was idle once
+    start = time.process_time()
+    for _ in range(1000):
+        assert cache.evict(1) == 0
+        assert cache.num_evictable == (num_pages - num_chains if only_last else 0)
+    assert time.process_time() - start < 0.05
+    put(allocator, cache, 1)
+    assert cache.evict(2) == 1
+    cache.check()
+
+
+def test_pages_used_over_and_over_leave_one_entry_each() -> None:
+    allocator, cache, _ = new_cache(8)
+    for path in ([1], [2], [3]):
+        put(allocator, cache, *path)
+    for _ in range(100):
+        cache.release(cache.match([key(2)]))
+        cache.check()  # one entry in the heap for each page
+    assert cache.evict(2) == 2
+    assert key(2) in cache

@@ -101,6 +101,24 @@ async def test_published_pages_that_do_not_come_are_recomputed_after_the_timeout
         assert answer.finished.pull_s >= 0.04
 
 
+async def test_pages_that_were_published_long_ago_are_pulled_all_the_same() -> None:
+    async with rig(num_pages=16, max_running=1, pull_timeout_s=0.2) as r:
+        r.runner.gate.clear()
+        first = r.start(r.request(prompt_of(S, seed=1)), expect_prefill=False)
+        await r.until(r.runner.entered.is_set)
+        request = r.request(prompt_of(LENGTH))
+        prefill = r.prefill_of(request)
+        await prefill.publish()
+        second = r.start(request)
+        await r.until(lambda: r.gauge("num_waiting") == 1)
+        await r.tell(prefill.says_first())
+        await r.tell(prefill.says(published=True))
+        await asyncio.sleep(0.25)  # in the queue for longer than pages may take
+        r.runner.gate.set()
+        await first
+        assert (await second).finished.cached_store_tokens == LENGTH
+
+
 @pytest.mark.parametrize("expect_prefill", [True, False])
 async def test_without_any_store_requests_are_served(expect_prefill: bool) -> None:
     async with rig() as r:
