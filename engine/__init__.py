@@ -1,1 +1,1 @@
-"""Package marker; public names are exported here."""
+"""The forward pass over paged KV: begin at ``step.py`` (the interface) and ``loader.py``."""

@@ -1,39 +1,18 @@
-"""What a process asks of the engine: device, dtype, pool and attention back end.
+"""Which device and dtype the engine runs with: names judged, ``auto`` resolved.
 
-Owns validation and the resolution of ``auto``. Knows no weights. Imports torch only to resolve.
+Knows no weights. Imports torch only to resolve.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING
 
 from engine.errors import ModelLoadError
-from kvstore.page import DEFAULT_PAGE_SIZE, PAGE_SIZE_MAX
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("torch", "flashinfer")
-
-
-class EngineConfig(BaseModel):
-    """Settings of ``load_runner``.
-
-    ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto`` (CUDA when there is one).
-    ``dtype``: of weights, activations and KV; ``auto`` is float32 on CPU, bfloat16 on CUDA.
-    ``attention``: ``auto`` is flashinfer on CUDA when it is installed, else torch.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    num_pages: int = Field(default=2048, ge=2)
-    page_size: int = Field(default=DEFAULT_PAGE_SIZE, ge=1, le=PAGE_SIZE_MAX)
-    attention: Literal["auto", "torch", "flashinfer"] = "auto"
 
 
 def resolve_device(name: str) -> torch.device:

@@ -75,11 +75,24 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: dict[str, Any], *, eos_token_id: Any, source: str) -> ModelConfig:
-    """Return the facts in a decoded ``config.json``; ``source`` names it in errors."""
+    """Return the facts in a decoded ``config.json``; ``source`` names it in errors.
+
+    Raises:
+        ModelLoadError: an unsupported model, or values that make no sense.
+    """
+    try:
+        return _parse(raw, eos_token_id, source)
+    except ModelLoadError:
+        raise
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise ModelLoadError(f"{source} has a value of the wrong kind: {exc}") from exc
+
+
+def _parse(raw: dict[str, Any], eos_token_id: Any, source: str) -> ModelConfig:
     architecture, family = _family(raw, source)
-    missing = [key for key in _REQUIRED if not isinstance(raw.get(key), int)]
+    missing = [key for key in _REQUIRED if not _is_size(raw.get(key))]
     if missing:
-        raise ModelLoadError(f"{source}: {', '.join(missing)} missing or not integers")
+        raise ModelLoadError(f"{source}: {', '.join(missing)} missing or not positive integers")
     _refuse_unsupported(raw, source)
     num_heads = raw["num_attention_heads"]
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -89,8 +102,8 @@ def parse_model_config(raw: dict[str, Any], *, eos_token_id: Any, source: str) -
             f"num_key_value_heads={num_kv_heads}"
         )
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
-    if head_dim % 2:
-        raise ModelLoadError(f"{source}: head_dim={head_dim} is odd; rope needs an even one")
+    if head_dim < 2 or head_dim % 2:
+        raise ModelLoadError(f"{source}: head_dim={head_dim}; rope needs a positive even one")
     attention_bias = family.qkv_bias == "config" and bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -112,6 +125,10 @@ def parse_model_config(raw: dict[str, Any], *, eos_token_id: Any, source: str) -
         max_model_len=int(raw.get("max_position_embeddings", 2048)),
         eos_token_ids=_token_ids(eos_token_id),
     )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _read_json(path: Path) -> dict[str, Any]:

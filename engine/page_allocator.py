@@ -1,8 +1,8 @@
 """Which local pages are free, and how many holders each of the others has.
 
-Owns reference counts only: no memory, no torch. One idempotent way to give a page back
-(``release``), for every holder: a request's page table, the radix cache, a publish or pull in
-flight. A page returns to the free list when its last holder lets go, so a page that a transfer
+Owns reference counts only: no memory, no torch. One way to give a page back (``release``, once for
+each hold), for every holder: a request's page table, the radix cache, a publish or pull in flight.
+A page returns to the free list when its last holder lets go, so a page that a transfer
 still touches is never handed to someone else.
 
 Page 0 is the *scratch* page: never allocated; the engine writes there what must not be kept.

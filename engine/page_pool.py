@@ -1,8 +1,8 @@
 """The KV memory of one process: ``[N, H, L, 2, S, D]``, head-major pages.
 
 Owns the storage and its views. Knows no holders (``PageAllocator`` does) and no attention.
-Allocation of the memory is the caller's: host pools are handed in as a writable buffer, so that
-they can be registered with the transfer engine; device pools are torch tensors.
+The memory is a flat torch tensor that the caller allocates, on any device; a pool in host memory
+can be registered with the transfer engine as it is.
 """
 
 from __future__ import annotations

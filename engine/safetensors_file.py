@@ -59,7 +59,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             }
     except OSError as exc:
         raise ModelLoadError(f"{str(path)!r} cannot be read: {exc.strerror}") from exc
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as exc:
+    except ModelLoadError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ModelLoadError(f"{str(path)!r} has a broken header; fetch it again") from exc
 
 
@@ -89,7 +91,7 @@ def read_tensor(name: str, entry: TensorEntry) -> torch.Tensor:
     """Return one tensor, in the dtype of the file, in memory of its own.
 
     Raises:
-        ModelLoadError: unsupported dtype, inconsistent size, or the file ends early.
+        ModelLoadError: unsupported dtype, inconsistent size, unreadable, or the file ends early.
     """
     dtype = _DTYPES.get(entry.dtype_name)
     if dtype is None:
@@ -104,6 +106,14 @@ def read_tensor(name: str, entry: TensorEntry) -> torch.Tensor:
             f"tensor {name!r} in {str(entry.file)!r}: shape {list(entry.shape)} does not fit "
             f"{entry.nbytes} bytes; fetch the file again"
         )
+    try:
+        _fill(view, name, entry)
+    except OSError as exc:
+        raise ModelLoadError(f"{str(entry.file)!r} cannot be read: {exc.strerror}") from exc
+    return tensor
+
+
+def _fill(view: memoryview, name: str, entry: TensorEntry) -> None:
     with entry.file.open("rb", buffering=0) as file:
         file.seek(entry.offset)
         filled = 0
@@ -114,4 +124,3 @@ def read_tensor(name: str, entry: TensorEntry) -> torch.Tensor:
                     f"{str(entry.file)!r} ends inside tensor {name!r}; fetch it again"
                 )
             filled += count
-    return tensor

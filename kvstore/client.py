@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.background import Background
 from kvstore.config import StoreClientConfig
-from kvstore.link import StoreLink
+from kvstore.link import StoreLink, check_count
 from kvstore.links import ClientParts, StoreLinks
 from kvstore.messages import ClearStore, MatchPages, PageStates, ReadStats, StoreDone, StoreStats
 from kvstore.page import PageKey, PageSpec
@@ -68,6 +68,7 @@ class StoreClient:
             message = MatchPages(tuple(keys[i] for i in indexes))
             try:
                 reply = await link.call(message, PageStates, deadline_s=deadline_s)
+                check_count(reply.states, len(indexes))
             except TransferError:
                 self._counters["broken_matches"] += 1
                 return

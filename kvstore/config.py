@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 PAGES_PER_MESSAGE_MAX = 1024  # pages named by one control message
 LEASE_S_MAX = 120.0
+LEASES_MAX = 65_536  # read leases held at one node
 WAIT_S_MAX = 30.0  # one long poll at a node; clients poll again
 WATCHES_MAX = 65_536  # keys x long polls held at one node
 BACKGROUND_MAX = 1024  # releases and aborts a client has under way

@@ -79,13 +79,6 @@ class Entry:
         return self.record is not None
 
 
-class ReadGrant(NamedTuple):
-    """A ready page under a lease: what it claims to be and where its bytes lie."""
-
-    record: PageRecord
-    slot: Slot
-
-
 class Lease(NamedTuple):
     """The promise that these grants keep their slots until ``expires_s``."""
 

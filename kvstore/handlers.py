@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvstore.checksum import PageBytes, checksums
-from kvstore.config import PAGES_PER_MESSAGE_MAX, WAIT_S_MAX, WATCHES_MAX
+from kvstore.config import LEASES_MAX, PAGES_PER_MESSAGE_MAX, WAIT_S_MAX, WATCHES_MAX
 from kvstore.directory import Directory
 from kvstore.entry import CommitStatus, Entry
 from kvstore.messages import (
@@ -74,7 +74,7 @@ class StoreHandlers:
         self._opened = StoreOpened(
             incarnation=incarnation,
             read_token=region.export("r"),
-            write_token=region.export("rw"),
+            write_token=region.export("w"),
         )
         self._incarnation = incarnation
         self._lease_s = lease_s
@@ -167,6 +167,8 @@ class StoreHandlers:
 
     async def _acquire(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
         self._admit(len(message.keys))
+        if self._directory.num_leases >= LEASES_MAX:
+            raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
         until_s = _poll_end_s(message.wait_s, caller)
         lease = self._directory.acquire(message.keys, _now_s())
         while lease is None and await self._changed(message.keys, until_s):
@@ -258,7 +260,7 @@ def _now_s() -> float:
 
 
 def _poll_end_s(wait_s: float, caller: Caller) -> float:
-    wait_s = min(max(wait_s, 0.0), WAIT_S_MAX)
+    wait_s = min(wait_s, WAIT_S_MAX) if wait_s > 0.0 else 0.0  # a peer's number: may be NaN
     return min(_now_s() + wait_s, caller.deadline_s - REPLY_MARGIN_S)
 
 

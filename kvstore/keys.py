@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NewType
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.page import PageKey, PageSpec
 
@@ -55,9 +56,7 @@ def page_key(
     parent: PageKey | Namespace, tokens: Sequence[int], media: Sequence[bytes] = ()
 ) -> PageKey:
     """Return the key of the page that holds exactly ``tokens`` after ``parent``."""
-    packed = np.asarray(tokens, dtype="<i4").tobytes()
-    count = len(tokens).to_bytes(4, "little")
-    return PageKey(hashlib.sha256(_frame(_PAGE_DOMAIN, parent, count, packed, *media)).digest())
+    return _key_of(parent, np.asarray(tokens, dtype="<i4"), media)
 
 
 def page_keys(namespace: Namespace, tokens: Sequence[int], page_size: int) -> list[PageKey]:
@@ -69,9 +68,14 @@ def page_keys(namespace: Namespace, tokens: Sequence[int], page_size: int) -> li
     keys: list[PageKey] = []
     parent: PageKey | Namespace = namespace
     for start in range(0, len(packed), page_size):
-        chunk = packed[start : start + page_size]
-        count = len(chunk).to_bytes(4, "little")
-        digest = hashlib.sha256(_frame(_PAGE_DOMAIN, parent, count, chunk.tobytes())).digest()
-        parent = PageKey(digest)
+        parent = _key_of(parent, packed[start : start + page_size])
         keys.append(parent)
     return keys
+
+
+def _key_of(
+    parent: PageKey | Namespace, packed: npt.NDArray[np.int32], media: Sequence[bytes] = ()
+) -> PageKey:
+    count = len(packed).to_bytes(4, "little")
+    framed = _frame(_PAGE_DOMAIN, parent, count, packed.tobytes(), *media)
+    return PageKey(hashlib.sha256(framed).digest())

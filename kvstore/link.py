@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ from kvstore.messages import OpenStore, StoreOpened
 from transfer.channel import Channel, Hello, Network
 from transfer.errors import (
     DeadlineExceeded,
+    FrameInvalid,
     PeerUnreachable,
     RemoteFailed,
     Stale,
@@ -38,6 +40,16 @@ from transfer.membership import NodeInfo
 SLOW_S = 0.5  # an unanswered call of this age counts as a failure of the node
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+def check_count(answers: Sequence[object], num_asked: int) -> None:
+    """Check that a node answered for each page it was asked about.
+
+    Raises:
+        FrameInvalid: it did not.
+    """
+    if len(answers) != num_asked:
+        raise FrameInvalid(f"{len(answers)} answers for {num_asked} pages")
 
 
 class _Session(NamedTuple):
@@ -140,11 +152,12 @@ class StoreLink:
         if self._closed:
             raise PeerUnreachable(f"{self.node_id} has left the cluster")
         try:
+            connecting = self.connect()
             async with asyncio.timeout_at(deadline_s):
-                error = await asyncio.shield(self.connect())
+                await asyncio.wait([connecting])  # its cancellation is not the caller's
         except TimeoutError:
             raise DeadlineExceeded(f"connecting to {self.info.address}") from None
-        if error is not None:
+        if not connecting.cancelled() and (error := connecting.result()) is not None:
             raise error
         if self._session is None:
             raise PeerUnreachable(f"{self.node_id} has left the cluster")
@@ -167,6 +180,10 @@ class StoreLink:
                 channel.abort()
             self._back_off()
             return error
+        except BaseException:
+            if channel is not None:
+                channel.abort()
+            raise
         self._session = _Session(channel, opened)
         if self._closed:
             self._drop_session()

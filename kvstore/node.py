@@ -181,7 +181,7 @@ class StoreNode:
             await asyncio.gather(ticker, return_exceptions=True)
 
     def abort(self) -> None:
-        """Stop at once: no goodbye, no more answers, the memory is withdrawn. Idempotent."""
+        """Stop at once: no goodbye, all is refused, the memory is withdrawn. Idempotent."""
         self._closed = True
         if self._handlers is not None:
             self._handlers.closed = True

@@ -122,7 +122,7 @@ class PageReader:
         """The granted pages whose records are what the caller expects, in the caller's order."""
         granted = []
         for page in reply.pages:
-            for i in by_key.get(page.record.key, ()):
+            for i in by_key.pop(page.record.key, ()):  # each key once, whatever the node says
                 if believable(page.record, self._pages[i].identity, self._parts.spec):
                     granted.append(_Granted(i, page))
                 else:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvstore.checksum import PageBytes, checksums
 from kvstore.entry import CommitStatus, ReserveStatus
-from kvstore.link import StoreLink
+from kvstore.link import StoreLink, check_count
 from kvstore.links import ClientParts
 from kvstore.messages import (
     AbortPages,
@@ -104,6 +104,7 @@ class PageWriter:
         wait_s = max(0.0, min(self._parts.config.poll_s, self._deadline_s - _now_s()))
         request = AwaitPages(keys=tuple(self._keys[i] for i in todo), wait_s=wait_s)
         reply = await link.call(request, PageStates, deadline_s=self._deadline_s, wait_s=wait_s)
+        check_count(reply.states, len(todo))
         left = []
         for i, state in zip(todo, reply.states, strict=True):
             if state is PageState.READY:
@@ -118,6 +119,7 @@ class PageWriter:
         pages = tuple(self._pages[i].identity for i in todo)
         request = ReservePages(spec=self._parts.spec, pages=pages)
         reply = await link.call(request, PagesReserved, deadline_s=self._deadline_s)
+        check_count(reply.grants, len(todo))
         granted, joined = [], []
         for i, grant in zip(todo, reply.grants, strict=True):
             if grant.status is ReserveStatus.GRANTED:
@@ -151,6 +153,7 @@ class PageWriter:
             )
             message = CommitPages(incarnation=reply.incarnation, pages=commits)
             committed = await link.call(message, PagesCommitted, deadline_s=self._deadline_s)
+            check_count(committed.statuses, len(granted))
             done = True
         finally:
             if not done:

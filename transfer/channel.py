@@ -2,7 +2,7 @@
 
 Owns the interfaces (``Network``, ``Listener``, ``Channel``) and the handler table (``Service``).
 Knows no pages, tokens or sockets: ``transfer/zmq_network.py`` carries channels over ZeroMQ, the
-simulator over a seeded in-memory network; both run the same protocol core (``transfer/rpc.py``).
+simulator over a seeded in-memory network; both run the same protocol (``transfer/rpc*.py``).
 
 Guarantees, on every implementation:
 

@@ -43,6 +43,7 @@ from transfer.token import TOKEN_VERSION, Endpoint, Token, decode_token, encode_
 from transfer.transports import Move, Transport, choose, host_id, process_id
 
 _LOG = logging.getLogger(__name__)
+MAX_FALLBACKS = 4096  # incarnations remembered; an older one is tried and said anew
 _LOOPBACK_NUMBERS = itertools.count(1)
 
 
@@ -72,8 +73,8 @@ class TransferEngine:
         self._loopback: LoopbackTransport | None = None
         self._transports: dict[str, Transport] = {}
         self._endpoint = Endpoint(self.incarnation, process_id(), host_id())
-        self._without_shm: set[str] = set()  # incarnations that could not share memory
-        self._fallbacks_said: set[str] = set()
+        # Incarnations reached by a slower path, oldest first: True when shm is not tried any more.
+        self._fallbacks: dict[str, bool] = {}
 
     @property
     def config(self) -> TransferConfig:
@@ -182,7 +183,6 @@ class TransferEngine:
 
     def _encode_token(self, region: HostRegion, rights: Rights, capability: bytes) -> bytes:
         assert self._state is _State.RUNNING, f"export() while the engine is {self._state.value}"
-        shared = self._shm is not None and self._regions.shared_place(region) is not None
         return encode_token(
             Token(
                 version=TOKEN_VERSION,
@@ -191,7 +191,7 @@ class TransferEngine:
                 nbytes=region.nbytes,
                 rights=rights,
                 capability=capability,
-                in_shared_memory=shared,
+                in_shared_memory=self._shm is not None and region.in_shared_memory,
             )
         )
 
@@ -288,7 +288,7 @@ class TransferEngine:
     async def _try_shm(self, move: Move) -> str:
         """Move by shared memory; return why that was not possible, empty if it was done."""
         incarnation = move.token.endpoint.incarnation
-        if incarnation in self._without_shm:
+        if self._fallbacks.get(incarnation, False):
             return "it could not share memory before"
         try:
             await self._transports["shm"].move(move)
@@ -301,12 +301,15 @@ class TransferEngine:
     def _fall_back(self, move: Move, reason: str) -> None:
         """A slower path worked: keep to it, and say so once for each peer."""
         endpoint = move.token.endpoint
-        if move.token.in_shared_memory and endpoint.host == self._endpoint.host:
-            self._without_shm.add(endpoint.incarnation)
-        if endpoint.incarnation not in self._fallbacks_said:
-            self._fallbacks_said.add(endpoint.incarnation)
-            self._counters.add(fallbacks=1)
-            _LOG.warning("transfer: %s is reached by tcp, not shm: %s", endpoint.tcp, reason)
+        given_up = move.token.in_shared_memory and endpoint.host == self._endpoint.host
+        before = self._fallbacks.get(endpoint.incarnation)
+        self._fallbacks[endpoint.incarnation] = given_up or before is True
+        if before is not None:
+            return
+        if len(self._fallbacks) > MAX_FALLBACKS:
+            del self._fallbacks[next(iter(self._fallbacks))]
+        self._counters.add(fallbacks=1)
+        _LOG.warning("transfer: %s is reached by tcp, not shm: %s", endpoint.tcp, reason)
 
     def _check_not_closed(self) -> None:
         if self._state is _State.CLOSED:
@@ -315,18 +318,20 @@ class TransferEngine:
     async def close(self) -> None:
         """Say goodbye to every peer, then stop. Idempotent; takes at most a fraction of a second.
 
-        Afterwards no memory of this process is touched by the engine. Operations in flight raise
-        ``PeerClosed``.
+        Afterwards, also when cancelled, no memory of this process is touched by the engine.
+        Operations in flight raise ``PeerClosed``.
         """
         if self._state is not _State.RUNNING:
             self._stop()
             return
         self._state = _State.CLOSED
         self._copier.close()
-        for transport in (self._loopback, self._shm, self._tcp):
-            if transport is not None:
-                await transport.close()
-        self._stop()
+        try:
+            for transport in (self._loopback, self._shm, self._tcp):
+                if transport is not None:
+                    await transport.close()
+        finally:
+            self._stop()
 
     def abort(self) -> None:
         """Stop at once; peers see a broken connection. Idempotent."""

@@ -42,7 +42,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         draining: takes no new work.
         gauges: load as numbers: ``num_running``, ``num_waiting``, ``num_tokens_waiting``,
-            ``num_pages``, ``num_free_pages`` ...
+            ``num_pages``, ``num_free_pages`` (what new work may take: free, or evictable) ...
     """
 
     draining: bool = False
@@ -96,6 +96,14 @@ class Membership(Protocol):
         """True while the registry answers."""
         ...
 
+    @property
+    def superseded(self) -> bool:
+        """True for good once another process has taken the seat under the same node id.
+
+        This process is listed no more and does not come back: its owner should end it.
+        """
+        ...
+
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         """Register and keep heart-beating with ``status()`` until ``leave``.
 
@@ -104,6 +112,7 @@ class Membership(Protocol):
 
         Raises:
             HelloRefused: the cluster's contract differs; both sides are in the message.
+            PeerClosed: ``leave`` was called meanwhile.
         """
         ...
 

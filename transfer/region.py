@@ -11,6 +11,7 @@ region of its own, with its own capabilities, that is still reached through shar
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -28,7 +29,7 @@ Spans = list[tuple[int, int]]  # (offset, nbytes)
 
 
 class SharedPlace(NamedTuple):
-    """Where a region lies in a memfd."""
+    """Where a region lies in a memfd. ``fd`` is a duplicate: whoever asked closes it."""
 
     fd: int
     file_id: int
@@ -60,6 +61,11 @@ class HostRegion:
     @property
     def revoked(self) -> bool:
         return not self.gate.is_open
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """True when peers on this host can map it."""
+        return self.allocation is not None and self.allocation.fd is not None
 
     def export(self, rights: Rights) -> bytes:
         """Return a token with ``rights``; equal rights give equal tokens.
@@ -198,14 +204,19 @@ class RegionTable:
         return region
 
     def shared_place(self, region: HostRegion) -> SharedPlace | None:
-        """Return where the region lies in shared memory; None if it does not."""
+        """Return where the region lies in shared memory; None if it does not (any more).
+
+        The descriptor is duplicated under the lock: a region that is revoked on another thread
+        meanwhile closes its own, and the number may then stand for another file.
+        """
         with self._lock:
             allocation = region.allocation
             if allocation is None or allocation.fd is None:
                 return None
             offset = allocation.offset_of(address_of(region.view), region.nbytes)
-        assert offset is not None, "a region left its allocation"
-        return SharedPlace(allocation.fd, allocation.file_id, allocation.nbytes, offset)
+            assert offset is not None, "a region left its allocation"
+            fd = os.dup(allocation.fd)
+        return SharedPlace(fd, allocation.file_id, allocation.nbytes, offset)
 
 
 def check_spans(spans: Spans, region_nbytes: int) -> None:

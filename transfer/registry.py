@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -80,8 +80,14 @@ class _Seat(msgspec.Struct, kw_only=True):
     heard_s: float
 
 
-def _facts(info: NodeInfo) -> str:
-    facts = ", ".join(f"{key}={info.contract[key]}" for key in sorted(info.contract))
+def _check_own(node_id: NodeId, incarnation: Incarnation, caller: Caller) -> None:
+    """Refuse with ``identity`` who speaks for somebody else."""
+    if (node_id, incarnation) != (caller.peer.node_id, caller.peer.incarnation):
+        raise RemoteFailed("identity", f"{caller.peer.node_id} speaks for {node_id}")
+
+
+def _facts(info: NodeInfo, keys: Iterable[str]) -> str:
+    facts = ", ".join(f"{key}={info.contract[key]}" for key in keys)
     return f"{info.identity.role.value} {info.identity.node_id} ({facts})"
 
 
@@ -188,9 +194,9 @@ class Registry:
         differing = [key for key in both if new.contract[key] != live.contract[key]]
         if differing:
             raise HelloRefused(
-                f"cannot join, the cluster differs in {', '.join(differing)}: {_facts(new)} "
-                f"against {_facts(live)}; start the node with the cluster's values, or stop the "
-                "members that state the others"
+                f"cannot join, the cluster differs: {_facts(new, differing)} "
+                f"against {_facts(live, differing)}; start the node with the "
+                "cluster's values, or stop the members that state the others"
             )
 
     def _publish(self, now_s: float) -> None:
@@ -230,8 +236,7 @@ class RegistryService:
 
     async def _register(self, message: Register, caller: Caller) -> Answer:
         identity = message.info.identity
-        if identity != caller.peer:
-            raise RemoteFailed("identity", f"{caller.peer.node_id} registers {identity.node_id}")
+        _check_own(identity.node_id, identity.incarnation, caller)
         try:
             self._registry.register(self._now_s(), message.info, message.status)
         except HelloRefused as error:
@@ -241,13 +246,14 @@ class RegistryService:
         return Answer(outcome="ok")
 
     async def _heartbeat(self, message: Heartbeat, caller: Caller) -> Answer:
-        now_s = self._now_s()
+        _check_own(message.node_id, message.incarnation, caller)
         outcome = self._registry.heartbeat(
-            now_s, message.node_id, message.incarnation, message.status
+            self._now_s(), message.node_id, message.incarnation, message.status
         )
         return Answer(outcome=outcome)
 
     async def _leave(self, message: Leave, caller: Caller) -> Answer:
+        _check_own(message.node_id, message.incarnation, caller)
         outcome = self._registry.leave(self._now_s(), message.node_id, message.incarnation)
         return Answer(outcome=outcome)
 

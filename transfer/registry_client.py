@@ -8,6 +8,9 @@ restart of the registry the node registers again by itself. Knows no roles' work
     ┌──────────▶ connecting ──▶ registering ──▶ seated (heartbeats + watch stream)
     │ back-off      │               │ refused at first: join raises; later: logged, retried
     └───────────────┴───────────────┴──────────── any TransferError
+                                          │ superseded: another process has this node id
+                                          ▼
+                                         ended, for good
 
 The last view stays readable while the registry is away.
 """
@@ -24,6 +27,7 @@ from urllib.parse import urlsplit
 from transfer.channel import LIVENESS_S, Channel, Hello, Network
 from transfer.errors import (
     HelloRefused,
+    PeerClosed,
     PeerLost,
     PeerUnreachable,
     RemoteFailed,
@@ -88,6 +92,7 @@ class RegistryMembership:
         self._channel: Channel | None = None
         self._seated: asyncio.Future[None] | None = None
         self._connected = False
+        self._superseded = False
         self._left = False
 
     @property
@@ -97,6 +102,10 @@ class RegistryMembership:
     @property
     def connected(self) -> bool:
         return self._connected
+
+    @property
+    def superseded(self) -> bool:
+        return self._superseded
 
     def subscribe(self, callback: ViewCallback) -> None:
         self._subscribers.add(callback)
@@ -151,11 +160,21 @@ class RegistryMembership:
         loop = asyncio.get_running_loop()
         self._seated = loop.create_future()
         self._task = loop.create_task(self._run(), name=f"membership {self._identity.node_id}")
+        self._task.add_done_callback(self._ended)
         try:
             await self._seated
         except BaseException:
             await self._stop()
             raise
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The seat is kept no more, whyever: nobody may think so, or go on waiting for it."""
+        self._connected = False
+        failure = None if task.cancelled() else task.exception()
+        if self._seated is not None and not self._seated.done():
+            self._seated.set_exception(failure or PeerClosed("left before a registry answered"))
+        elif failure is not None:
+            logger.error("%s is no longer a member", self._identity.node_id, exc_info=failure)
 
     async def _stop(self) -> None:
         task, self._task = self._task, None
@@ -194,11 +213,12 @@ class RegistryMembership:
         """Hand a refusal to ``join`` if it still waits; stop for good when replaced."""
         assert self._seated is not None
         self._connected = False
+        self._superseded = isinstance(error, Superseded)
         if not self._seated.done():
             self._drop_channel()
             self._seated.set_exception(error)
             return True
-        if isinstance(error, Superseded):
+        if self._superseded:
             self._drop_channel()
             logger.error("%s", error)
             return True
@@ -302,6 +322,10 @@ class LocalMembership:
     def connected(self) -> bool:
         return True
 
+    @property
+    def superseded(self) -> bool:
+        return False  # who holds the registry takes its seat back, see ``_beat``
+
     def subscribe(self, callback: ViewCallback) -> None:
         self._subscribers.view = self.view
         self._subscribers.add(callback)
@@ -341,9 +365,8 @@ class LocalMembership:
         self._beat_later()
 
     def _changed(self) -> None:
-        view = self.view
-        if view.version != self._subscribers.view.version:
-            self._subscribers.publish(view)
+        if self._registry.version != self._subscribers.view.version:
+            self._subscribers.publish(self.view)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -2,7 +2,7 @@
 
 Owns what travels on a channel, byte for byte, and the check of two hellos against one another.
 Knows no sockets, no time and no state: ``rpc_client.py`` and ``rpc_server.py`` are the two state
-machines, ``rpc.py`` the shell around them.
+machines, ``rpc.py`` and ``rpc_handlers.py`` the shells around them.
 
 One frame on the wire::
 
@@ -18,6 +18,7 @@ A frame with another version, a wrong checksum or a body that does not decode ra
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -203,10 +204,11 @@ def type_name(message_type: type[msgspec.Struct]) -> str:
     return tag if isinstance(tag, str) else message_type.__name__
 
 
-def _describe(hello: Hello) -> str:
+def _describe(hello: Hello, facts: Iterable[str]) -> str:
     identity = hello.identity
-    facts = ", ".join(f"{key}={hello.contract[key]}" for key in sorted(hello.contract))
-    return f"{identity.role.value} {identity.node_id} (protocol={hello.protocol}, {facts or '-'})"
+    stated = {"protocol": hello.protocol, **hello.contract}
+    shown = ", ".join(f"{fact}={stated[fact]}" for fact in facts)
+    return f"{identity.role.value} {identity.node_id} ({shown})"
 
 
 def hello_conflict(ours: Hello, theirs: Hello) -> str | None:
@@ -221,6 +223,6 @@ def hello_conflict(ours: Hello, theirs: Hello) -> str | None:
     if not differing:
         return None
     return (
-        f"peers differ in {', '.join(differing)}: {_describe(ours)} against {_describe(theirs)}; "
+        f"peers differ: {_describe(ours, differing)} against {_describe(theirs, differing)}; "
         "start both with the same model, page settings and kvferry version"
     )

@@ -64,10 +64,6 @@ class RpcServer:
         self.counters: Counter[str] = Counter()
 
     @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
-    @property
     def num_running(self) -> int:
         """Handlers that run at this moment."""
         return len(self._tasks)

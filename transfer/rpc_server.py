@@ -1,8 +1,8 @@
 """The answering side of one control connection, as a state machine without clock or socket.
 
 Owns which calls of one client are running, how far their streams may go, and when the client
-counts as gone. The shell (``rpc.py``) runs the handlers. Every method takes the time where it
-matters, appends frames to ``outbox`` and returns events.
+counts as gone. The shell (``rpc_handlers.py``) runs the handlers. Every method takes the time
+where it matters, appends frames to ``outbox`` and returns events.
 
 ::
 
@@ -18,6 +18,7 @@ runs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -151,6 +152,9 @@ class ServerCore:
             self.counters["duplicate_request"] += 1
             return []
         self._last_id = frame.id
+        if not math.isfinite(frame.timeout_s):  # would make timers that cannot be ordered
+            self._send(Failed(frame.id, "bad_message", f"a timeout of {frame.timeout_s} s"))
+            return []
         if len(self._running) >= MAX_OUTSTANDING:
             self._send(Failed(frame.id, "overloaded", f"{MAX_OUTSTANDING} calls are running"))
             return []

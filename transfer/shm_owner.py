@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 
+from transfer.acceptor import Acceptor
+from transfer.error_codes import status_of
 from transfer.errors import FrameInvalid, PeerUnreachable, RegionRevoked, Unauthorized
 from transfer.interface import Rights
 from transfer.region import RegionTable
@@ -25,7 +28,6 @@ from transfer.shm_wire import (
     receive_packet,
     send_packet,
 )
-from transfer.tcp_codec import status_of
 
 _LOG = logging.getLogger(__name__)
 LISTEN_BACKLOG = 128
@@ -54,19 +56,14 @@ class ShmOwner:
         self._incarnation = incarnation
         self._regions = regions
         self._control = control
-        self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._peers: dict[socket.socket, bool] = {}  # value: said hello
 
     def serve(self, listener: socket.socket) -> None:
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._on_acceptable, listener)
+        """Accept on a listening, non-blocking socket; takes it over."""
+        self._acceptor = Acceptor(listener, self._accept, num_open=lambda: len(self._peers))
 
-    def _on_acceptable(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        sock.setblocking(False)
+    def _accept(self, sock: socket.socket, _: object) -> None:
         if not is_same_user(sock):
             _LOG.warning("refused a shared-memory peer of another user")
             sock.close()
@@ -76,7 +73,9 @@ class ShmOwner:
 
     def _on_readable(self, sock: socket.socket) -> None:
         try:
-            packet, _ = receive_packet(sock)
+            packet, fds = receive_packet(sock)
+            for fd in fds:
+                os.close(fd)  # an owner hands descriptors out and takes none
             if packet is None:
                 self._drop(sock)
             elif isinstance(packet, HelloPacket) and not self._peers[sock]:
@@ -107,7 +106,10 @@ class ShmOwner:
         answer = PlacePacket(
             packet.number, place.file_id, place.file_nbytes, place.offset, region.nbytes, rights
         )
-        send_packet(sock, answer, place.fd)
+        try:
+            send_packet(sock, answer, place.fd)
+        finally:
+            os.close(place.fd)
 
     def _drop(self, sock: socket.socket) -> None:
         if self._peers.pop(sock, None) is not None:
@@ -116,10 +118,7 @@ class ShmOwner:
 
     def release(self) -> None:
         """Close every socket."""
-        loop = asyncio.get_running_loop()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            loop.remove_reader(listener)
-            listener.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         for sock in list(self._peers):
             self._drop(sock)

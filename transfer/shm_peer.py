@@ -15,6 +15,7 @@ import socket
 from typing import NamedTuple
 
 from transfer.copier import Access
+from transfer.error_codes import error_of
 from transfer.errors import (
     FrameInvalid,
     PeerLost,
@@ -36,7 +37,6 @@ from transfer.shm_wire import (
     receive_packet,
     send_packet,
 )
-from transfer.tcp_codec import error_of
 
 
 class ShmUnavailable(PeerUnreachable):
@@ -189,11 +189,14 @@ async def open_peer(name: str, own_incarnation: str, expected: str) -> ShmPeer:
     """Connect to an owner and map its control page. On the I/O loop.
 
     Raises:
-        ShmUnavailable: nobody, or another user, answers there.
+        ShmUnavailable: nobody, or another user, answers there, or there is no descriptor left.
         Stale: another incarnation answers.
     """
     loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise ShmUnavailable(f"no socket to share memory through: {error}") from error
     try:
         try:
             await loop.sock_connect(sock, "\0" + name)
@@ -227,7 +230,10 @@ def _accept_welcome(packet: Packet | None, fds: list[int], expected: str) -> Con
             f"the address answers as incarnation {packet.incarnation}, the token names "
             f"{expected}: the peer restarted"
         )
-    return ControlView(fds[0])
+    try:
+        return ControlView(fds[0])
+    except (OSError, ValueError) as error:
+        raise ShmUnavailable(f"cannot map the owner's control page: {error}") from error
 
 
 async def _first_packet(

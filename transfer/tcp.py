@@ -90,9 +90,6 @@ class TcpTransport:
             self._server.finish(), *(peer.finish(error) for peer in self._peers.values())
         )
 
-    def abort(self) -> None:
-        self.release(PeerClosed("this transfer engine was aborted"))
-
     def release(self, error: TransferError) -> None:
         """Close every socket at once. On the I/O loop, or after it has ended."""
         self._server.abort(error)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from transfer.config import TransferConfig
+from transfer.error_codes import error_of
 from transfer.errors import FrameInvalid, PeerUnreachable, TransferError
-from transfer.tcp_codec import Header, Op, control_frame, error_of
+from transfer.tcp_codec import Header, Op, control_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ClientHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import Request, TcpOperation

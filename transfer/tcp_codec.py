@@ -1,6 +1,6 @@
 """The wire format of bulk tcp connections. Sans-I/O: bytes in, frames out.
 
-Owns headers, message bodies and the mapping between errors and status codes. Knows no sockets.
+Owns headers and message bodies. Knows no sockets.
 
 Every frame is a 24-byte little-endian header and a body::
 
@@ -34,16 +34,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from transfer.errors import (
-    DeadlineExceeded,
-    FrameInvalid,
-    HelloRefused,
-    PeerClosed,
-    RegionRevoked,
-    Stale,
-    TransferError,
-    Unauthorized,
-)
+from transfer.error_codes import status_of
+from transfer.errors import FrameInvalid, TransferError
 
 TCP_PROTOCOL_VERSION = 1
 MAGIC = b"KVF1"
@@ -102,32 +94,6 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
 def pack_spans(spans: list[tuple[int, int]]) -> bytes:
     flat = [number for span in spans for number in span]
     return struct.pack(f"<{len(flat)}Q", *flat)
-
-
-# The order is the wire format: append only. RemoteFailed and PeerLost never travel.
-STATUS_ERRORS: tuple[type[TransferError], ...] = (
-    FrameInvalid,
-    Unauthorized,
-    RegionRevoked,
-    Stale,
-    HelloRefused,
-    PeerClosed,
-    DeadlineExceeded,
-)
-
-
-def status_of(error: TransferError | None) -> int:
-    """Return the status code: 0 is success."""
-    return 0 if error is None else STATUS_ERRORS.index(type(error)) + 1
-
-
-def error_of(status: int, text: bytes) -> TransferError | None:
-    """Return the error a peer reported; None for success."""
-    if status == 0:
-        return None
-    if status > len(STATUS_ERRORS):
-        return FrameInvalid(f"unknown status {status} from the peer")
-    return STATUS_ERRORS[status - 1](text.decode("utf-8", "replace") or "refused by the peer")
 
 
 def encode_header(op: Op, request_id: int = 0, body_nbytes: int = 0, status: int = 0) -> bytes:

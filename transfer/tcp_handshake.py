@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from transfer.error_codes import error_of
 from transfer.errors import FrameInvalid, HelloRefused, Stale, Unauthorized
 from transfer.tcp_codec import (
     TCP_PROTOCOL_VERSION,
@@ -25,7 +26,6 @@ from transfer.tcp_codec import (
     ProofBody,
     control_frame,
     decode_body,
-    error_of,
 )
 
 NONCE_NBYTES = 16

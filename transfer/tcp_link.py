@@ -28,6 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 TURN_NBYTES = 4 << 20  # moved for one connection before the others get their turn
 GOODBYE_LIMIT_S = 0.25
+# Control frames that wait for a peer to read. One full window of requests takes a quarter of it.
+MAX_CONTROL_QUEUED_NBYTES = 64 << 20
 
 
 class LinkHandler(FrameHandler, Protocol):
@@ -64,9 +66,12 @@ class Link:
         self._loop.add_reader(sock, self._on_readable)
 
     def send(self, frame: bytes) -> None:
-        """Queue a control frame and start sending."""
+        """Queue a control frame and start sending; a peer that never reads is dropped."""
         if not self.closed:
             self._writer.put(frame)
+            if self._writer.control_nbytes > MAX_CONTROL_QUEUED_NBYTES:
+                self.close(PeerLost(f"{self.name} asks and does not read the answers"))
+                return
             self._pump()
 
     def add(self, source: Source) -> None:
@@ -113,7 +118,7 @@ class Link:
         self._pumping = True
         try:
             budget = TURN_NBYTES
-            while budget > 0 and (count := self._writer.pump(self._transmit)):
+            while budget > 0 and not self.closed and (count := self._writer.pump(self._transmit)):
                 budget -= count
         except (BlockingIOError, InterruptedError):
             pass
@@ -122,6 +127,8 @@ class Link:
             return
         finally:
             self._pumping = False
+        if self.closed:
+            return
         self._await_writable(not self._writer.idle)
         self.watch()
 

@@ -1,6 +1,6 @@
 """The side of tcp that serves: accepts connections and answers reads and writes from memory.
 
-Owns the listening socket and the connections it accepted. The application's code takes no part.
+Owns the connections it accepted. The application's code takes no part.
 Runs on the I/O loop only. Every request is checked against the region table before a byte moves,
 and each piece passes the region's gate.
 """
@@ -8,11 +8,11 @@ and each piece passes the region's gate.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 import socket
 
+from transfer.acceptor import Acceptor
 from transfer.config import TransferConfig
 from transfer.counters import CounterBoard
 from transfer.cursor import Cursor
@@ -33,13 +33,12 @@ from transfer.tcp_codec import Header, Op, RequestBody, decode_body, done_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_reader import Sink
-from transfer.tcp_sockets import tune
+from transfer.tcp_sockets import join_address, tune
 from transfer.tcp_window import MAX_REQUESTS_IN_FLIGHT
 from transfer.tcp_writer import Source
 
 _LOG = logging.getLogger(__name__)
 
-ACCEPT_RETRY_S = 0.5  # when the process is out of file descriptors
 REFUSAL_LIMIT_S = 1.0  # for a refused peer to read why
 MAX_SERVED_REQUESTS = 2 * MAX_REQUESTS_IN_FLIGHT  # one side's limit, and those it has cancelled
 
@@ -187,51 +186,27 @@ class TcpServer:
         self.regions = regions
         self.counters = counters
         self._incarnation = incarnation
-        self._sock: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._links: dict[ServedLink, None] = {}
 
     def serve(self, sock: socket.socket) -> None:
         """Accept on a listening, non-blocking socket; takes it over."""
-        self._sock = sock
-        asyncio.get_running_loop().add_reader(sock, self._on_acceptable)
+        self._acceptor = Acceptor(sock, self._accept, num_open=lambda: len(self._links))
 
-    def _on_acceptable(self) -> None:
-        assert self._sock is not None, "accepting without a socket"
-        try:
-            sock, peer = self._sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            self._pause(error)
-            return
-        sock.setblocking(False)
+    def _accept(self, sock: socket.socket, address: object) -> None:
+        assert isinstance(address, tuple), address
         tune(sock)
         handshake = ServerHandshake(
             self.config.secret, self._incarnation, secrets.token_bytes(NONCE_NBYTES)
         )
-        self._links[ServedLink(sock, self, handshake, f"{peer[0]}:{peer[1]}")] = None
-
-    def _pause(self, error: OSError) -> None:
-        """Out of descriptors or memory: do not spin on the readable listening socket."""
-        name = errno.errorcode.get(error.errno or 0, "?")
-        _LOG.error("cannot accept bulk connections (%s); trying again", name)
-        loop = asyncio.get_running_loop()
-        if self._sock is not None:
-            loop.remove_reader(self._sock)
-            loop.call_later(ACCEPT_RETRY_S, self._resume)
-
-    def _resume(self) -> None:
-        if self._sock is not None:
-            asyncio.get_running_loop().add_reader(self._sock, self._on_acceptable)
+        self._links[ServedLink(sock, self, handshake, join_address(*address[:2]))] = None
 
     def forget(self, link: ServedLink) -> None:
         self._links.pop(link, None)
 
     def stop_listening(self) -> None:
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            asyncio.get_running_loop().remove_reader(sock)
-            sock.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
 
     async def finish(self) -> None:
         """Say goodbye to every client."""

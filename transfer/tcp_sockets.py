@@ -17,11 +17,12 @@ import socket
 import struct
 from typing import NamedTuple
 
-from transfer.errors import PeerLost, PeerUnreachable
+from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable
 
 LIVENESS_S = 2.0
 LIVENESS_CHECK_S = 0.25
 LISTEN_BACKLOG = 128
+PORT_MAX = 65_535
 _TCP_INFO = struct.Struct("<8B13I")
 
 
@@ -35,7 +36,14 @@ class TcpInfo(NamedTuple):
 
 
 def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``.
+
+    Raises:
+        FrameInvalid: it is not one (addresses come in tokens, from peers).
+    """
     host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > PORT_MAX:
+        raise FrameInvalid(f"{address!r} is no address; expected host:port")
     return host.strip("[]"), int(port)
 
 
@@ -66,6 +74,7 @@ async def connect(address: str) -> socket.socket:
 
     Raises:
         PeerUnreachable: refused, no route, or the name does not resolve.
+        FrameInvalid: not an address.
     """
     loop = asyncio.get_running_loop()
     host, port = split_address(address)
@@ -78,7 +87,7 @@ async def connect(address: str) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a name at all
         raise PeerUnreachable(f"nothing answers at {address}: {error}") from error
     return sock
 

@@ -50,6 +50,7 @@ class FrameWriter:
 
     def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
+        self.control_nbytes = 0  # of queued control frames
         self._control: deque[bytes] = deque()
         self._sources: deque[Source] = deque()
         self._head = memoryview(b"")  # header or control bytes that must go out first
@@ -64,6 +65,7 @@ class FrameWriter:
     def put(self, frame: bytes) -> None:
         """Queue a whole control frame."""
         self._control.append(frame)
+        self.control_nbytes += len(frame)
 
     def add(self, source: Source) -> None:
         """Queue payload, behind the control frames that were put before."""
@@ -97,6 +99,7 @@ class FrameWriter:
             while self._control and len(batch) < MAX_CONTROL_BATCH_NBYTES:
                 batch += self._control.popleft()
             self._head = memoryview(batch)
+            self.control_nbytes -= len(batch)
             return True
         while self._sources:
             source = self._sources.popleft()

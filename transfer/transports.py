@@ -49,8 +49,6 @@ class Transport(Protocol):
 
     async def close(self) -> None: ...
 
-    def abort(self) -> None: ...
-
 
 def process_id() -> str:
     """Return an id that two engines share exactly if they share an address space."""

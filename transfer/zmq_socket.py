@@ -76,7 +76,11 @@ class LoopSocket:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(parts)
+            try:
+                self._on_message(parts)
+            except BaseException:  # a bug, for the loop to report: the edge must not be lost
+                self._schedule()
+                raise
         self._schedule()
 
     def _drain_monitor(self) -> None:

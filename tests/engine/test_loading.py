@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.attention.interface import resolve_attention
-from engine.config import EngineConfig, resolve_device, resolve_dtype
+from engine.config import resolve_device, resolve_dtype
 from engine.errors import ModelLoadError
 from engine.loader import load_runner
 from engine.model_config import parse_model_config
@@ -171,6 +171,10 @@ BASE = {
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"head_dim": 15}, "head_dim=15"),
+        ({"num_attention_heads": 0}, "num_attention_heads missing or not positive"),
+        ({"num_key_value_heads": "2"}, "wrong kind"),
+        ({"max_position_embeddings": None}, "wrong kind"),
+        ({"rope_theta": "x"}, "wrong kind"),
     ],
 )
 def test_unsupported_features_are_named(changes: dict[str, Any], message: str) -> None:
@@ -203,7 +207,6 @@ def test_devices_and_dtypes_are_judged() -> None:
     with pytest.raises(ModelLoadError, match="'triton'"):
         resolve_attention("triton", cpu)
     assert resolve_attention("auto", cpu) == "torch"
-    assert EngineConfig().page_size == 16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -276,6 +276,10 @@ class FakeMembership:
     def connected(self) -> bool:
         return True
 
+    @property
+    def superseded(self) -> bool:
+        return False
+
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         self._node_id = info.identity.node_id
         self._world.infos[self._node_id] = (info, status)

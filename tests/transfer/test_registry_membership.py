@@ -13,10 +13,19 @@ import pytest
 from tests.simulation.faults import FaultPlan
 from tests.simulation.harness import SimCluster, SimNode, run_sim, seeds
 from transfer.channel import Hello, Service
-from transfer.errors import HelloRefused, PeerUnreachable
+from transfer.errors import HelloRefused, PeerClosed, PeerUnreachable, RemoteFailed
 from transfer.identity import Role
 from transfer.membership import MembershipView, NodeInfo, NodeStatus
-from transfer.registry import GAUGE_INTERVAL_S, HEARTBEAT_S, LEASE_TTL_S, Registry, RegistryService
+from transfer.registry import (
+    GAUGE_INTERVAL_S,
+    HEARTBEAT_S,
+    LEASE_TTL_S,
+    Answer,
+    Heartbeat,
+    Leave,
+    Registry,
+    RegistryService,
+)
 from transfer.registry_client import LocalMembership, RegistryMembership
 
 BIND = "tcp://127.0.0.1:7000"
@@ -206,6 +215,73 @@ def test_a_second_process_with_the_same_node_id_wins_and_the_first_stops() -> No
         (member,) = registry.view(0).members
         assert member.info == twin.info
         assert not old.membership.connected
+        assert old.membership.superseded
+        assert twin.membership.connected
+        assert not twin.membership.superseded
+
+    simulate(body)
+
+
+def test_nobody_speaks_for_somebody_else() -> None:
+    async def body(cluster: SimCluster) -> None:
+        registry, _ = await start_gateway(cluster)
+        await Seat(cluster, "a").join()
+        (member,) = registry.view(0).members
+        liar, victim = cluster.node("liar"), member.info.identity
+
+        async def lie() -> None:
+            channel = await liar.network.connect(
+                JOIN, Hello(identity=liar.identity(Role.PREFILL)), deadline_s=cluster.now_s + 1
+            )
+            leave = Leave(node_id=victim.node_id, incarnation=victim.incarnation)
+            beat = Heartbeat(
+                node_id=victim.node_id, incarnation=victim.incarnation, status=NodeStatus()
+            )
+            for message in (leave, beat):
+                with pytest.raises(RemoteFailed, match="liar speaks for a"):
+                    await channel.request(message, Answer, deadline_s=cluster.now_s + 1)
+            await channel.close()
+
+        await liar.run(lie())
+        assert len(registry.view(0).members) == 1
+
+    simulate(body)
+
+
+@pytest.mark.parametrize("end", ["leave", "abort"])
+def test_a_join_that_waits_ends_when_the_seat_is_given_up(end: str) -> None:
+    async def body(cluster: SimCluster) -> None:
+        seat = Seat(cluster, "a")
+
+        async def join_and_leave() -> None:
+            joining = asyncio.ensure_future(seat.membership.join(seat.info, NodeStatus))
+            await asyncio.sleep(1)
+            if end == "leave":
+                await seat.membership.leave()
+            else:
+                seat.membership.abort()
+            with pytest.raises(PeerClosed):
+                await joining
+
+        await seat.node.run(join_and_leave())
+
+    simulate(body)
+
+
+def test_a_seat_whose_task_died_is_not_connected(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(cluster: SimCluster) -> None:
+        await start_gateway(cluster)
+        a, b = Seat(cluster, "a"), Seat(cluster, "b")
+        await a.join()
+        calls = itertools.count()
+
+        def broken(view: MembershipView) -> None:
+            assert next(calls) == 0, "a bug of a subscriber"
+
+        a.membership.subscribe(broken)
+        await b.join()
+        await cluster.until(lambda: not a.membership.connected, timeout_s=1)
+        assert "a is no longer a member" in caplog.text
 
     simulate(body)
 

@@ -18,6 +18,8 @@ from transfer.rpc_client import ClientCore, Closed, Ended, Errored, ItemArrived,
 from transfer.rpc_frames import (
     MAX_OUTSTANDING,
     Cancel,
+    Failed,
+    HelloFrame,
     Item,
     Request,
     decode_frame,
@@ -291,3 +293,14 @@ def test_closing_fails_everything_outstanding_exactly_once() -> None:
     assert pair.client.close(PeerLost("again"), goodbye=True) == []
     with pytest.raises(PeerLost, match="gone"):
         pair.client.open(0.0, Ask("x"), timeout_s=1, is_stream=False)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf")])
+def test_a_timeout_that_no_timer_can_hold_is_refused(timeout_s: float) -> None:
+    server = ServerCore(hello(Role.DECODE))
+    server.on_frame(0.0, encode_frame(HelloFrame(hello(Role.GATEWAY))))
+    server.outbox.clear()
+    assert server.on_frame(0.0, encode_frame(Request(1, "ask", b"", timeout_s, 0))) == []
+    (answer,) = server.outbox
+    assert isinstance(decode_frame(answer), Failed)
+    assert server.num_running == 0

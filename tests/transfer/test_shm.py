@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
+import os
+import socket
 
 import numpy as np
 import pytest
@@ -16,10 +20,13 @@ from tests.transfer.bulk_harness import (
     soon,
     whole,
 )
+from transfer import shm_peer
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.errors import FrameInvalid, RegionRevoked
+from transfer.region import RegionTable
 from transfer.shm_memory import Allocation, slot_of
+from transfer.shm_wire import SHM_PROTOCOL_VERSION, HelloPacket, receive_packet, send_packet
 
 
 def memfds() -> list[str]:
@@ -146,3 +153,45 @@ async def test_an_allocation_of_nothing_is_refused() -> None:
         local, empty = engine.allocate(8), engine.register(bytearray())
         with pytest.raises(FrameInvalid):
             await engine.read(empty.export("r"), whole(1), into=local, deadline_s=soon())
+
+
+def test_a_place_outlives_the_region_that_is_revoked_meanwhile() -> None:
+    table = RegionTable(lambda region, rights, capability: b"")
+    region = table.allocate(4096, shared=True)
+    place = table.shared_place(region)
+    assert place is not None
+    region.revoke()
+    with open(os.devnull, "rb"):  # takes the number of the region's own descriptor
+        assert os.fstat(place.fd).st_size == 4096
+    os.close(place.fd)
+    assert not region.in_shared_memory
+
+
+async def test_descriptors_that_a_peer_sends_are_closed() -> None:
+    async with checked_engines("shm") as engines:
+        owner = await engines.make()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.connect(f"\0kvferry/{owner.address}")
+            read_end, write_end = os.pipe()
+            send_packet(peer, HelloPacket(SHM_PROTOCOL_VERSION, "peer"), write_end)
+            _, fds = await asyncio.to_thread(receive_packet, peer)
+            for fd in (*fds, write_end):
+                os.close(fd)
+            assert os.read(read_end, 1) == b"", "nobody holds the other end any more"
+            os.close(read_end)
+
+
+async def test_memory_that_cannot_be_mapped_is_reached_by_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exhausted(fd: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory for a mapping")
+
+    async with checked_engines("shm") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        region, local = owner.allocate(64), peer.allocate(64)
+        region.view[:] = pattern(64).data
+        monkeypatch.setattr(shm_peer, "ControlView", exhausted)
+        await peer.read(region.export("r"), whole(64), into=local, deadline_s=soon())
+        assert local.view == region.view
+        assert peer.counters().fallbacks == 1

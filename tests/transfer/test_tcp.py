@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from tests.transfer.bulk_harness import (
@@ -24,7 +25,7 @@ from tests.transfer.bulk_harness import (
     whole,
 )
 from transfer.engine import TransferEngine
-from transfer.errors import DeadlineExceeded, PeerLost, PeerUnreachable, Unauthorized
+from transfer.errors import DeadlineExceeded, FrameInvalid, PeerLost, PeerUnreachable, Unauthorized
 from transfer.interface import deadline_after
 from transfer.region import HostRegion
 from transfer.tcp_codec import (
@@ -37,7 +38,7 @@ from transfer.tcp_codec import (
 )
 from transfer.tcp_handshake import ClientHandshake
 from transfer.tcp_sockets import LIVENESS_S, TcpInfo, join_address, peer_vanished, split_address
-from transfer.token import decode_token
+from transfer.token import decode_token, encode_token
 
 
 async def small_read_works(owner: TransferEngine, peer: TransferEngine) -> None:
@@ -202,6 +203,20 @@ async def test_more_operations_than_the_limit_are_refused_not_queued() -> None:
         await peer.read(token, whole(64), into=local, deadline_s=soon())
 
 
+async def test_a_close_that_is_cancelled_stops_the_engine_all_the_same() -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        local = peer.allocate(8)
+        await peer.read(owner.allocate(8).export("r"), whole(8), into=local, deadline_s=soon())
+        closing = asyncio.ensure_future(peer.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert closing.cancelled()
+        assert peer._io is not None
+        assert not peer._io.is_alive
+
+
 async def test_nobody_at_the_address_is_unreachable_at_once() -> None:
     async with checked_engines("tcp") as engines:
         owner, peer = await engines.make(), await engines.make()
@@ -229,6 +244,17 @@ def test_vanished_means_unanswered_retransmissions_or_probes_not_silence() -> No
     assert not peer_vanished(quiet._replace(unacked=9, last_ack_s=5.0))
     assert peer_vanished(quiet._replace(retransmits=3, last_ack_s=2.1))
     assert peer_vanished(quiet._replace(probes=2, last_ack_s=2.1))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", ":1", f"{'a' * 70}.example:1"])
+async def test_a_token_with_a_nonsense_address_fails_at_once(address: str) -> None:
+    async with checked_engines("tcp") as engines:
+        owner, peer = await engines.make(), await engines.make()
+        token, local = decode_token(owner.allocate(8).export("r")), peer.allocate(8)
+        endpoint = msgspec.structs.replace(token.endpoint, tcp=address)
+        forged = encode_token(msgspec.structs.replace(token, endpoint=endpoint))
+        with pytest.raises((FrameInvalid, PeerUnreachable)):
+            await peer.read(forged, whole(8), into=local, deadline_s=soon())
 
 
 def test_addresses_of_both_families_split_and_join() -> None:

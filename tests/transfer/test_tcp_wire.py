@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from transfer.cursor import Cursor
+from transfer.error_codes import STATUS_ERRORS, error_of, status_of
 from transfer.errors import FrameInvalid, HelloRefused, RegionRevoked, Stale, Unauthorized
 from transfer.gate import Gate
 from transfer.tcp_codec import (
     HEADER_NBYTES,
-    STATUS_ERRORS,
     Header,
     HelloBody,
     Op,
@@ -22,9 +22,7 @@ from transfer.tcp_codec import (
     decode_header,
     done_frame,
     encode_header,
-    error_of,
     pack_spans,
-    status_of,
 )
 from transfer.tcp_handshake import ClientHandshake, ServerHandshake
 from transfer.tcp_reader import FrameReader, Sink
