@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def make_prompts(directory: Path, count: int) -> list[list[int]]:
 
 def reference(directory: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Return what transformers generates."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch reads it; see process_env
     import torch
     from transformers import AutoModelForCausalLM
 

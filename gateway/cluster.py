@@ -58,6 +58,20 @@ def _least_label(members: Sequence[Member], label: str) -> int | None:
     return min(numbers, default=None)
 
 
+def _longest(members: Sequence[Member], spec: PageSpec) -> int | None:
+    """Tokens of prompt and output that the model takes and that the largest decode pool holds.
+
+    Smaller nodes refuse what does not fit, and the next one is asked.
+    """
+    pools = [
+        int(m.info.labels["num_pages"]) * spec.page_size
+        for m in members
+        if m.info.identity.role is Role.DECODE and m.info.labels.get("num_pages", "").isdigit()
+    ]
+    lengths = [_least_label(members, "max_model_len"), max(pools, default=None)]
+    return min((n for n in lengths if n is not None), default=None)
+
+
 def model_facts(view: MembershipView) -> ModelFacts | None:
     """Return the facts stated in ``view``; None when no serving node states a usable contract."""
     members = [m for m in view.members if m.info.identity.role in _SERVING]
@@ -69,7 +83,7 @@ def model_facts(view: MembershipView) -> ModelFacts | None:
                 spec=spec,
                 fingerprint=contract["fingerprint"],
                 model=contract.get("model", ""),
-                max_model_len=_least_label(members, "max_model_len"),
+                max_model_len=_longest(members, spec),
                 vocab_size=_least_label(members, "vocab_size"),
             )
     return None

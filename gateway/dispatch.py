@@ -33,7 +33,7 @@ from transfer.membership import Membership, MembershipView
 
 Tokens = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]
 
-KEYS_INLINE_TOKENS_MAX = 8192  # longer prompts are hashed off the loop (about 1 ms here)
+KEYS_INLINE_TOKENS_MAX = 8192  # longer prompts are hashed off the loop (about 1 ms)
 SEED_BITS = 63
 
 

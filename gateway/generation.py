@@ -1,7 +1,7 @@
 """One generation, performed: the shell around ``RequestCore``.
 
-Owns the tasks of both legs and their ends. Decides nothing but
-which error of a node means what. Knows no HTTP.
+Owns the tasks of both legs and their ends. Decides nothing but which error of a node means what.
+Knows no HTTP.
 
 Legs post *steps* (calls into the core) to one queue; ``items`` takes them one by one and performs
 the actions they return. The queue holds at most the tokens of one request. Every action but
@@ -65,7 +65,7 @@ from transfer.errors import DeadlineExceeded, RemoteFailed, TransferError
 from transfer.identity import Role
 from transfer.interface import deadline_after
 
-BAD_REQUEST_CODES = (ErrorCode.TOO_LONG, ErrorCode.INVALID_REQUEST)  # no other node would accept
+REFUSAL_CODES = (ErrorCode.TOO_LONG, ErrorCode.INVALID_REQUEST)  # a larger node may still accept
 BUSY_CODES = (ErrorCode.OVERLOADED, ErrorCode.DRAINING)  # another node may
 
 Step = Callable[[], list[Action]]
@@ -108,6 +108,7 @@ class Generation:
         self._tried_prefill: list[Link] = []
         self._tried_decode: list[Link] = []
         self._all_busy = True  # every decode node that was tried declined for being busy
+        self._refused: dict[Link, RemoteFailed] = {}  # decode nodes that will never take it
         self._timers: list[asyncio.TimerHandle] = []
         self._gave_up = False
 
@@ -153,7 +154,7 @@ class Generation:
         """End the legs; return those of a finished generation that may still push pages."""
         for timer in self._timers:
             timer.cancel()
-        finished = self._core.phase == "done" and self._core.num_emitted > 0
+        finished = self._core.phase is Phase.DONE and self._core.num_emitted > 0
         tasks = [t for t in (self._prefill_task, self._decode_task) if t and not t.done()]
         lingering = tasks if finished and not self._gave_up else []
         ending = self._replaced + [task for task in tasks if task not in lingering]
@@ -220,15 +221,12 @@ class Generation:
     def _post(self, step: Step) -> None:
         self._steps.put_nowait(step)
 
-    def _is_final(self, error: RemoteFailed) -> bool:
-        """Fail the generation if no other node would do better; False when another may."""
+    def _is_late(self, error: RemoteFailed) -> bool:
+        """Fail the generation when its deadline has passed on the node; else another may serve."""
         if error.code == ErrorCode.DEADLINE_EXCEEDED:
             self.fail(self._timed_out())
-        elif error.code in BAD_REQUEST_CODES and not self._core.num_emitted:
-            self.fail(InvalidRequest(error.message, code=error.code))
-        else:
-            return False
-        return True
+            return True
+        return False
 
     def _timed_out(self) -> TimedOut:
         return TimedOut("the request did not complete before its deadline")
@@ -236,7 +234,13 @@ class Generation:
     # ── waiting for nodes ────────────────────────────────────────────────────────────────────
 
     async def _wait_for_nodes(self) -> bool:
-        """Return whether a prefill node can take the request; raise when nothing can serve it."""
+        """Return whether a prefill node shall take the request; raise when nothing can serve it.
+
+        Without a store no page would reach decode, which would compute the prompt again.
+        """
+        if self._request.sampling.max_tokens > 1 and not self._placement.has_store:
+            await self._wait_for_decode()
+            return False
         links = self._placement.links
         connecting = [link for link in links.of_role(Role.PREFILL) if link.connecting_first]
         if not links.usable(Role.PREFILL) and connecting:
@@ -289,7 +293,7 @@ class Generation:
         except DeadlineExceeded:
             self.fail(self._timed_out())
         except RemoteFailed as error:
-            if not self._is_final(error):
+            if not self._is_late(error):
                 self._lost_prefill(leg, seat.link)
         except TransferError:
             self._lost_prefill(leg, seat.link)
@@ -335,8 +339,11 @@ class Generation:
         except DeadlineExceeded:
             self.fail(self._timed_out())
         except RemoteFailed as error:
-            if not self._is_final(error):
-                self._lost_decode(leg, seat.link, fault=error.code not in BUSY_CODES)
+            if not self._is_late(error):
+                if error.code in REFUSAL_CODES:
+                    self._refused[seat.link] = error
+                declined = error.code in (*BUSY_CODES, *REFUSAL_CODES)
+                self._lost_decode(leg, seat.link, fault=not declined)
         except TransferError:
             self._lost_decode(leg, seat.link)
         finally:
@@ -354,12 +361,17 @@ class Generation:
         self._post(lambda: self._core.on_decode_lost(leg, fault=fault))
 
     async def _decode_seat(self) -> Seat:
-        """Take a decode node, an untried one first."""
+        """Take a decode node, an untried one first, never one that refused the request."""
         while True:
             await self._wait_for_decode()
-            seat = self._placement.take(Role.DECODE, self._query, self._tried_decode)
+            excluded = [*self._tried_decode, *self._refused]
+            seat = self._placement.take(Role.DECODE, self._query, excluded)
             if seat is not None:
                 return seat
+            usable = self._placement.links.usable(Role.DECODE)
+            if usable and all(link in self._refused for link in usable):
+                refusal = self._refused[usable[0]]
+                raise InvalidRequest(refusal.message, code=refusal.code)
             if self._all_busy and not self._core.num_emitted:
                 raise TooManyRequests(
                     "every decode node is at capacity", retry_after_s=self._config.retry_after_s

@@ -200,15 +200,15 @@ class RequestCore:
             return []
         return self._on_first_token(event)
 
-    def on_prefill_lost(self, leg: int, *, again: bool = True) -> list[Action]:
-        """The leg broke or was refused; ``again`` False: no other node would do better."""
+    def on_prefill_lost(self, leg: int) -> list[Action]:
+        """The leg broke or was refused: another one is tried while attempts are left."""
         if leg != self.prefill_leg or self.prefill is LegState.OVER or self.phase is Phase.DONE:
             return []
         if self.prefill is LegState.PUSHING:
             self.prefill = LegState.OVER
             self._published = False
             return self._after_prefill()
-        if again and self.prefill_leg < self._prefill_attempts_max:
+        if self.prefill_leg < self._prefill_attempts_max:
             return self._start_prefill()
         return self.prefill_unavailable(leg)
 

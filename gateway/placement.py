@@ -16,7 +16,7 @@ from gateway.prefix_index import PrefixIndex
 from gateway.router import Candidate, Dispatch, Query, Router
 from transfer.channel import Network
 from transfer.identity import Identity, NodeId, Role
-from transfer.membership import MembershipView
+from transfer.membership import MembershipView, NodeStatus
 
 
 class Seat(NamedTuple):
@@ -44,19 +44,27 @@ class Placement:
             on_gone=self._forget,
         )
         self._changed = asyncio.Event()
+        self._reported: dict[NodeId, NodeStatus] = {}
+        self.has_store = False  # pages can move from prefill to decode
 
     def follow(self, view: MembershipView) -> None:
-        """Take in a new membership view: links, and the load that the nodes report."""
+        """Take in a new membership view: links, and the load that the nodes report.
+
+        A status that an earlier view had is no report: load of ours that began or ended since
+        then would be taken for others'.
+        """
+        self.has_store = bool(view.with_role(Role.STORE))
+        self.links.follow(view)
+        before, self._reported = self._reported, {m.node_id: m.status for m in view.members}
         for member in view.members:
             router = self.routers.get(member.info.identity.role)
-            if router is not None:
+            if router is not None and before.get(member.node_id) is not member.status:
                 gauges = member.status.gauges
                 router.report(
                     member.node_id,
                     num_requests=gauges.get("num_running", 0) + gauges.get("num_waiting", 0),
                     num_tokens=gauges.get("num_tokens_waiting", 0),
                 )
-        self.links.follow(view)
 
     def take(self, role: Role, query: Query, tried: list[Link]) -> Seat | None:
         """Choose an open node of ``role`` that is not in ``tried``, and count the leg on it."""

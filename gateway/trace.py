@@ -135,12 +135,17 @@ class GenerationTrace:
             "prefill_legs": self.num_prefill_legs,
             "decode_legs": self.num_decode_legs,
             "preemptions": self.num_preemptions,
-            "ttft_s": self.ttft_s,
-            "queue_s": self.queue_s,
-            "prefill_s": self.prefill_s,
-            "push_s": self.push_s,
-            "transfer_s": self.pull_s or self.push_s,
+            "ttft_s": None if self.ttft_s is None else _shown(self.ttft_s),
+            "queue_s": _shown(self.queue_s),
+            "prefill_s": _shown(self.prefill_s),
+            "push_s": _shown(self.push_s),
+            "transfer_s": _shown(self.pull_s or self.push_s),
         }
+
+
+def _shown(duration_s: float) -> float:
+    """Seconds to the microsecond: what is beyond is noise of the clock."""
+    return round(duration_s, 6)
 
 
 class GenerationDone(NamedTuple):

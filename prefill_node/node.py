@@ -133,7 +133,7 @@ class PrefillNode:
             "num_waiting": float(self._loop.scheduler.num_waiting),
             "num_tokens_waiting": float(self._loop.scheduler.num_tokens_waiting),
             "num_pages": float(self._loop.allocator.num_pages - 1),
-            "num_free_pages": float(self._loop.allocator.num_free),
+            "num_free_pages": float(self._loop.allocator.num_free + self._loop.cache.num_evictable),
             "num_cached_pages": float(self._loop.cache.num_pages),
             "num_live": float(self._loop.scheduler.num_live),
             "restore_bytes_per_s": self._loop.model.restore_bytes_per_s,

@@ -90,6 +90,11 @@ class RadixCache:
         """Pages in the tree."""
         return self._num_pages
 
+    @property
+    def num_evictable(self) -> int:
+        """Pages that only the cache holds; O(pages)."""
+        return sum(self._allocator.refs(page_id) == 1 for page_id in self.held())
+
     def count(self, namespace: Namespace, tokens: bytes) -> int:
         """Return how many leading full pages of ``tokens`` are cached; changes nothing."""
         return sum(n for _, n in self._walk(namespace, tokens))

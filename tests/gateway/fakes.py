@@ -108,6 +108,7 @@ class FakeMembership:
     def __init__(self) -> None:
         self.view = MembershipView()
         self.connected = True
+        self.superseded = False
         self._callbacks: list[ViewCallback] = []
 
     def show(self, members: Sequence[Member]) -> None:
@@ -140,6 +141,15 @@ FAST = DispatcherConfig(
 PROMPT = list(range(40))
 
 
+def store_member() -> Member:
+    """A store node in the view; the gateway only asks whether there is one."""
+    identity = new_identity(Role.STORE, "s0")
+    return Member(
+        info=NodeInfo(identity=identity, address="fake://s0", transport="fake"),
+        status=NodeStatus(),
+    )
+
+
 @dataclass
 class FakeCluster:
     """Nodes, membership, network and a dispatcher over them."""
@@ -148,6 +158,7 @@ class FakeCluster:
     num_decode: int = 1
     reply: Reply = alphabet_reply
     config: DispatcherConfig = FAST
+    with_store: bool = True
     network: FakeNetwork = field(default_factory=FakeNetwork)
     membership: FakeMembership = field(default_factory=FakeMembership)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
@@ -177,7 +188,8 @@ class FakeCluster:
         self.show()
 
     def show(self) -> None:
-        self.membership.show([node.member for node in self.nodes.values()])
+        stores = [store_member()] if self.with_store else []
+        self.membership.show([node.member for node in self.nodes.values()] + stores)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeCluster]:

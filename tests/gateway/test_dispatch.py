@@ -16,6 +16,7 @@ from gateway.errors import (
     TimedOut,
     TooManyRequests,
 )
+from gateway.router import Query
 from gateway.trace import GenerationTrace
 from tests.gateway.fake_node import (
     EOS,
@@ -104,6 +105,14 @@ async def test_without_prefill_decode_serves_alone() -> None:
         assert cluster.dispatcher.stats.prefill_fallbacks == 1
 
 
+async def test_without_a_store_decode_computes_the_prompt_and_prefill_does_not() -> None:
+    async with FakeCluster(with_store=False).running() as cluster:
+        tokens, _ = await collect(cluster)
+        assert tokens == alphabet_reply(PROMPT)[:8]
+        assert cluster.p().requests == []
+        assert not cluster.d().decode_requests[0].expect_prefill
+
+
 async def test_one_token_without_prefill_comes_from_decode() -> None:
     async with FakeCluster(num_prefill=0).running() as cluster:
         tokens, _ = await collect(cluster, request_of(PROMPT, max_tokens=1))
@@ -167,12 +176,45 @@ async def test_decode_that_always_fails_gives_up_after_a_bounded_number_of_legs(
         assert len(cluster.d().requests) == FAST.decode_attempts_max
 
 
-async def test_too_long_is_the_clients_fault_and_ends_both_legs() -> None:
+async def test_a_status_that_an_earlier_view_had_is_no_report_of_load() -> None:
     async with FakeCluster().running() as cluster:
-        cluster.p().faults = [Fault(0, RemoteFailed("too_long", "too many tokens"))]
-        with pytest.raises(InvalidRequest):
+        placement, query = cluster.dispatcher.placement, Query([], 10, 16)
+        seat = placement.take(Role.DECODE, query, [])
+        assert seat is not None
+        cluster.d().gauges = {"num_running": 1.0, "num_tokens_waiting": 10.0}
+        cluster.show()  # the heartbeat counts our own leg
+        placement.release(seat)
+        cluster.membership.show(cluster.membership.view.members)  # another node's news
+        assert placement.explain(Role.DECODE, query)[0].num_requests == 0
+
+
+TOO_LONG = RemoteFailed("too_long", "too many tokens")
+
+
+async def test_too_long_for_every_decode_node_is_the_clients_fault_and_ends_both_legs() -> None:
+    async with FakeCluster(num_decode=2).running() as cluster:
+        for node in (cluster.p(), cluster.d(0), cluster.d(1)):
+            node.faults = [Fault(0, TOO_LONG)] * 8
+        with pytest.raises(InvalidRequest, match="too many tokens"):
             await collect(cluster)
-        assert not cluster.d().open_streams
+        assert len(cluster.d(0).requests) == len(cluster.d(1).requests) == 1
+        assert not cluster.d(0).open_streams + cluster.d(1).open_streams + cluster.p().open_streams
+
+
+async def test_what_a_small_node_refuses_a_larger_one_serves() -> None:
+    async with FakeCluster(num_prefill=2, num_decode=2).running() as cluster:
+        cluster.p(0).faults = [Fault(0, TOO_LONG)] * 8
+        cluster.d(0).faults = [Fault(0, TOO_LONG)] * 8
+        for _ in range(4):
+            tokens, _ = await collect(cluster)
+            assert tokens == alphabet_reply(PROMPT)[:8]
+
+
+async def test_what_every_prefill_node_refuses_decode_computes() -> None:
+    async with FakeCluster().running() as cluster:
+        cluster.p().faults = [Fault(0, TOO_LONG)] * 8
+        tokens, _ = await collect(cluster)
+        assert tokens == alphabet_reply(PROMPT)[:8]
 
 
 async def test_the_concurrency_limit_refuses() -> None:

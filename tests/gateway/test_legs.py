@@ -164,7 +164,7 @@ def test_tokens_and_the_end_of_an_old_decode_leg_are_not_taken_for_the_new_ones(
 def test_prefill_is_ignored_once_decode_was_told_it_failed() -> None:
     core = core_of()
     core.begin(with_prefill=True)
-    assert core.on_prefill_lost(1, again=False) == [TellDecode()]
+    assert core.prefill_unavailable(1) == [TellDecode()]
     news = core.news()
     assert news is not None
     assert news.failed

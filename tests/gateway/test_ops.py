@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,7 +51,7 @@ async def test_a_dead_link_task_turns_health_red() -> None:
 
 
 async def test_ready_needs_a_decode_node_and_lists_the_rest() -> None:
-    async with door(FakeCluster(num_prefill=1, num_decode=1)) as d:
+    async with door(FakeCluster(with_store=False)) as d:
         response = await d.client.get("/ready")
         assert response.status_code == 200
         assert any("no store node" in text for text in response.json()["degraded"])
@@ -143,11 +144,25 @@ async def test_explain_shows_every_candidate_with_its_terms() -> None:
         assert all(c["cached_tokens"] == 0 for c in body["candidates"]["prefill"]), "other salt"
 
 
+async def test_the_context_length_is_what_the_largest_decode_pool_holds() -> None:
+    cluster = FakeCluster()
+    async with door(cluster) as d:
+        member = cluster.d().member
+        labels = {**member.info.labels, "num_pages": "10"}
+        small = msgspec.structs.replace(member.info, labels=labels)
+        members = [cluster.p().member, msgspec.structs.replace(member, info=small)]
+        cluster.membership.show(members)
+        card = (await d.client.get("/v1/models")).json()["data"][0]
+        assert card["max_model_len"] == 160
+        answer = await d.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]})
+        assert answer.status_code == 200, "without max_tokens: as long as fits"
+
+
 async def test_cluster_lists_members_with_their_state() -> None:
     async with door() as d:
         body = (await d.client.get("/admin/cluster")).json()
         roles = {member["node_id"]: member for member in body["members"]}
-        assert roles.keys() == {"p0", "d0"}
+        assert roles.keys() == {"p0", "d0", "s0"}
         assert roles["d0"]["reachable"]
         assert roles["d0"]["index_in_sync"]
         assert roles["p0"]["contract"]["page_size"] == "16"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gateway.prefix_index import PrefixIndex
-from kvstore.events import AllPagesCleared, KvEventBatch, KvEventLog, PagesStored
+from kvstore.events import AllPagesCleared, KvEventBatch, KvEventLog, PagesRemoved, PagesStored
 from kvstore.page import PageKey
 from transfer.identity import NodeId
 
@@ -104,6 +104,20 @@ def test_repeated_batches_change_nothing() -> None:
     assert index.apply(A, stored(5, 1))
     assert index.match(A, keys(1)) == 0
     assert index.num_repeats == 1
+
+
+def test_pages_stored_twice_or_never_stored_are_counted_once_or_not_at_all() -> None:
+    index = PrefixIndex(100)
+    index.apply(A, snapshot(0))
+    assert index.apply(A, stored(1, 1, 2))
+    assert index.apply(A, stored(2, 1, 2))  # a later batch that says the same
+    assert (index.num_entries, index.num_pages(A)) == (2, 2)
+    unknown_then_known = PagesRemoved(keys(9)), PagesRemoved(keys(1)), PagesRemoved(keys(1))
+    counts = []
+    for seq, event in enumerate(unknown_then_known, 3):
+        assert index.apply(A, KvEventBatch(seq=seq, events=(event,)))
+        counts.append((index.num_entries, index.num_pages(A)))
+    assert counts == [(2, 2), (1, 1), (1, 1)]
 
 
 def test_a_restart_with_sequence_zero_forgets_the_old_entries() -> None:

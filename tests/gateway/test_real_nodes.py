@@ -30,6 +30,7 @@ from tests.gateway.fakes import wait_for
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.identity import NodeId, Role, new_identity
+from transfer.membership import NodeInfo, NodeStatus
 from transfer.registry import Registry
 from transfer.registry_client import LocalMembership
 from transfer.zmq_network import ZmqNetwork
@@ -47,6 +48,7 @@ class RealCluster:
         self.nodes: dict[str, Any] = {}
         self._closers: list[Any] = []
         self.membership = LocalMembership(self.registry)
+        self.store_seat = LocalMembership(self.registry)  # the memory store is no member itself
         self.dispatcher = Dispatcher(
             DispatcherConfig(),
             identity=new_identity(Role.GATEWAY, "gateway"),
@@ -84,9 +86,14 @@ class RealCluster:
         await node.start()
         return node
 
+    async def seat_store(self) -> None:
+        identity = new_identity(Role.STORE, "s0")
+        await self.store_seat.join(NodeInfo(identity=identity, address="memory"), NodeStatus)
+
     async def close(self) -> None:
         await self.client.aclose()
         await self.dispatcher.close()
+        await self.store_seat.leave()
         for node in self.nodes.values():
             await node.close()
         for part in [*self._closers, self.network]:
@@ -116,6 +123,7 @@ class RealCluster:
 async def real_cluster(prefill: int = 1, decode: int = 1) -> AsyncIterator[RealCluster]:
     cluster = RealCluster()
     try:
+        await cluster.seat_store()
         for at in range(prefill):
             await cluster.add(Role.PREFILL, f"p{at}")
         for at in range(decode):

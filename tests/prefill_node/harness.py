@@ -125,6 +125,7 @@ class LocalMembership:
 
     view = MembershipView()
     connected = True
+    superseded = False
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         self.info, self.status = info, status
@@ -196,9 +197,8 @@ class Rig:
         return Answer(first, done)
 
     def free_pages(self) -> int:
-        """Pages that are free or would be, if the cache let go."""
-        gauges = self.node.gauges()
-        return int(gauges["num_free_pages"] + gauges["num_cached_pages"])
+        """Pages that are free or that only the cache holds."""
+        return int(self.node.gauges()["num_free_pages"])
 
     async def settled(self) -> None:
         """Wait until no request is live and no push is in flight; then check the books."""

@@ -281,7 +281,8 @@ async def test_a_node_tells_its_contract_labels_gauges_and_stats() -> None:
         await r.settled()
         gauges = r.membership.status().gauges
         assert (gauges["num_running"], gauges["num_waiting"]) == (0, 0)
-        assert (gauges["num_pages"], gauges["num_free_pages"]) == (8, 6)
+        assert (gauges["num_pages"], gauges["num_cached_pages"]) == (8, 2)
+        assert gauges["num_free_pages"] == 8, "what the cache would give up counts as free"
         stats = await r.node.get_stats(GetStats(), caller())
         assert stats.healthy
         assert stats.counters["computed_tokens"] == 40

@@ -74,6 +74,18 @@ def test_match_retains_for_the_caller() -> None:
     assert bench.allocator.num_held == 0
 
 
+def test_evictable_pages_are_those_that_only_the_cache_holds() -> None:
+    bench = Bench()
+    bench.compute(list(range(16)))
+    assert bench.cache.num_evictable == 4
+    held = bench.match(list(range(8)))
+    assert (bench.cache.num_pages, bench.cache.num_evictable) == (4, 2)
+    assert bench.cache.evict(10) == 2
+    assert bench.cache.num_evictable == 0
+    bench.allocator.release(held)
+    assert bench.cache.num_evictable == bench.cache.evict(10) == 2
+
+
 def test_middle_pages_do_not_match_without_their_prefix() -> None:
     bench = Bench()
     shared = [7, 7, 7, 7]
