@@ -18,6 +18,7 @@ help:
 # Installed again when pyproject.toml changes; the stamp appears only after a complete install.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the rest into $(VENV): this takes a few minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@

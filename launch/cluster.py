@@ -21,7 +21,7 @@ from launch import process_env
 from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.errors import LaunchError, StartError
 from launch.http_client import get_json
-from launch.ports import check_free, free_port
+from launch.ports import check_free, free_port, url_host
 from launch.progress import say
 from launch.supervisor import ChildSpec, Supervisor
 
@@ -65,9 +65,8 @@ def plan(options: UpOptions) -> list[ChildSpec]:
     common: dict[str, Any] = {"host": options.host, "drain_timeout": options.drain_timeout}
     common |= {"log_level": options.log_level, "secret_file": options.secret_file}
     common |= {"advertise_host": options.advertise_host}
-    join: dict[str, Any] = {
-        "join": f"tcp://{options.advertise_host or options.host}:{options.join_port}"
-    }
+    registry_host = url_host(options.advertise_host or options.host)
+    join: dict[str, Any] = {"join": f"tcp://{registry_host}:{options.join_port}"}
     join |= {"transfer": options.transfer, "join_timeout": options.start_timeout}
     env = python_path()
     gateway = GatewayOptions.of(
@@ -118,7 +117,7 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        return f"http://{self.options.host}:{self.options.port}"
+        return f"http://{url_host(self.options.host)}:{self.options.port}"
 
     @property
     def pids(self) -> dict[str, int]:
@@ -148,6 +147,7 @@ class LocalCluster:
             await asyncio.gather(ready, failed, return_exceptions=True)
         if not failed.cancelled():
             raise failed.result()
+        ready.result()
         self._supervisor.on_ready()
         self._display.registry_expected = True
 

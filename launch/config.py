@@ -26,6 +26,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+SECRET_FILE_HELP = "File with the cluster secret [env: KVFERRY_SECRET, the secret itself]."
+
 _JOIN = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
@@ -38,7 +40,7 @@ class Options(BaseModel):
     node_id: str | None = Field(None, description="Name of this node; random by default.")
     host: str = Field("127.0.0.1", description="Address to listen on; needs a secret beyond this.")
     advertise_host: str | None = Field(None, description="Address others reach it at.")
-    secret_file: str | None = Field(None, description="File with the cluster secret.")
+    secret_file: str | None = Field(None, description=SECRET_FILE_HELP)
     drain_timeout: float = Field(30.0, ge=0, description="Seconds to finish work on SIGTERM.")
     log_level: LogLevel = Field("info", description="Least level of log lines.")
 
@@ -83,6 +85,18 @@ class JoinOptions(Options):
         if match is None or not 0 < int(match[2]) < 65536:
             raise ValueError("write tcp://HOST:PORT, for example " + DEFAULT_JOIN)
         return value
+
+    def refuse_loopback(self) -> None:
+        """Refuse the transport inside of one process, for a process that is to reach others.
+
+        Raises:
+            ConfigError: ``--transfer loopback``.
+        """
+        if self.transfer == "loopback":
+            raise ConfigError(
+                "--transfer loopback: reaches nothing outside of this process: choose shm or tcp, "
+                "or start every role in one process with `kvferry up --transfer loopback`"
+            )
 
 
 class StoreOptions(JoinOptions):

@@ -40,6 +40,8 @@ def convert_gguf(source: Path, target: Path, *, dtype: str = "float32") -> None:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if source.is_dir():
+        raise ConfigError(f"{source}: is a directory: name the .gguf file in it")
     if not source.is_file():
         raise ConfigError(f"{source}: no such file: name a .gguf file")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):

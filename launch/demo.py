@@ -87,7 +87,7 @@ def report(number: int, turn: Turn) -> str:
         f"pages pushed {trace['pages_pushed']} ({human_size(trace['bytes_pushed'])}), "
         f"pulled {trace['pages_pulled']} ({human_size(trace['bytes_pulled'])}) "
         f"over {trace['transport']}\n"
-        f"          TTFT {turn.ttft_s * 1e3:.0f} ms, {turn.tokens_per_s:.1f} tokens/s\n"
+        f"          TTFT {turn.ttft_s * 1e3:.0f} ms, {turn.tokens_per_s:.1f} tokens/s"
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import secrets
 from collections.abc import Iterator
@@ -27,12 +28,12 @@ from launch.config import GatewayOptions
 from launch.errors import ConfigError, LaunchError, StartError
 from launch.gateway_health import GatewayHealth
 from launch.parts import control_bind, make_network, read_secret
-from launch.ports import listen_on
+from launch.ports import listen_on, url_host
 from launch.runtime import config_errors, run_role, setup_logging
 from transfer.channel import Hello, Listener, Service
 from transfer.errors import PeerUnreachable
 from transfer.identity import Role, new_identity
-from transfer.membership import MembershipView, NodeInfo, NodeStatus
+from transfer.membership import NodeInfo, NodeStatus
 from transfer.registry import Registry, RegistryService
 from transfer.registry_client import LocalMembership
 
@@ -75,8 +76,7 @@ class GatewayRole:
 
     @property
     def url(self) -> str:
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
-        return f"http://{host}:{self._http_socket.getsockname()[1]}"
+        return f"http://{url_host(self._options.host)}:{self._http_socket.getsockname()[1]}"
 
     async def start(self) -> None:
         """Listen for nodes, join, serve HTTP.
@@ -111,20 +111,12 @@ class GatewayRole:
 
     async def wait_ready(self, roles: tuple[Role, ...] = (Role.DECODE,)) -> None:
         """Return once nodes of all ``roles`` are reachable."""
-        assert self._membership is not None, "start() first"
         assert self._dispatcher is not None, "start() first"
-        changed = asyncio.Event()
-
-        def on_view(_: MembershipView) -> None:
-            changed.set()
-
-        self._membership.subscribe(on_view)
-        links = self._dispatcher.placement.links
-        while not all(links.usable(role) for role in roles):
-            changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):  # links open a moment after a view
-                    await changed.wait()
+        placement = self._dispatcher.placement
+        links = placement.links
+        await placement.wait_until(
+            lambda: all(links.usable(role) for role in roles), deadline_s=math.inf
+        )
 
     async def failed(self) -> LaunchError:
         """Return when the HTTP server ended by itself."""

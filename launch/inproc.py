@@ -17,6 +17,7 @@ from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOpti
 from launch.errors import LaunchError
 from launch.gateway_role import GatewayRole
 from launch.node_role import NodeRole, NodeRoleName
+from launch.ports import url_host
 from launch.runner_factory import make_runner
 from launch.runtime import Role
 from launch.store_role import StoreRole
@@ -33,7 +34,10 @@ class InProcessCluster:
     def __init__(self, options: UpOptions) -> None:
         self.options = options
         shared = {name: getattr(options, name) for name in _SHARED}
-        join = {"join": f"tcp://{options.host}:{options.join_port}", "transfer": "loopback"}
+        join = {
+            "join": f"tcp://{url_host(options.host)}:{options.join_port}",
+            "transfer": "loopback",
+        }
         self._gateway = GatewayRole(
             GatewayOptions.of(
                 **shared,
@@ -59,7 +63,7 @@ class InProcessCluster:
 
     @property
     def url(self) -> str:
-        return f"http://{self.options.host}:{self.options.port}"
+        return f"http://{url_host(self.options.host)}:{self.options.port}"
 
     async def start(self) -> None:
         """Load the engines and start every role."""
@@ -69,7 +73,9 @@ class InProcessCluster:
         for store in self._stores:
             await store.start()
         for role, options in self._node_options:
-            runner = await asyncio.to_thread(make_runner, options, model, threads)
+            runner = await asyncio.to_thread(
+                make_runner, options, model, threads, gpus=self.options.gpus
+            )
             node = NodeRole(role, options, runner)
             self._nodes.append(node)
             await node.start()

@@ -18,7 +18,7 @@ import typer.main
 from launch import __version__, process_env
 from launch.cli_model import model_app
 from launch.cli_options import command_of
-from launch.config import GatewayOptions, NodeOptions, StoreOptions, UpOptions
+from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.errors import EXIT_ABORTED, EXIT_CONFIG, LaunchError
 
 # typer does not export the base of its usage errors, and where it lives depends on the version
@@ -84,11 +84,12 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
+    secret_file: Annotated[str | None, typer.Option(help=SECRET_FILE_HELP)] = None,
 ) -> None:
     """Show the roles, transport, page spec, load and pages of a running cluster."""
     from launch.status import show
 
-    show(join, as_json=as_json, timeout_s=timeout)
+    show(join, as_json=as_json, timeout_s=timeout, secret_file=secret_file)
 
 
 @app.command()

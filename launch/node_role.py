@@ -16,7 +16,7 @@ from launch import model_store, process_env
 from launch.cluster import command, gpu_deal, python_path
 from launch.config import NodeOptions
 from launch.errors import LaunchError
-from launch.runtime import broken, config_errors, run_role, setup_logging
+from launch.runtime import config_errors, run_role, setup_logging
 from launch.supervisor import ChildSpec, Supervisor
 from transfer.identity import Role
 
@@ -33,16 +33,20 @@ NodeRoleName = Literal["prefill", "decode"]
 def run(role: NodeRoleName, options: NodeOptions) -> None:
     """Run ``kvferry prefill`` or ``kvferry decode`` to its end."""
     setup_logging(options.log_level)
+    options.refuse_loopback()
     if options.count > 1:
         run_role(NodeGroup(role, options), drain_timeout_s=options.drain_timeout)
         return
     model = model_store.resolve(options.model)
     num_threads = process_env.apply(cores=options.cores, threads=options.threads, gpus=options.gpus)
+    from launch.parts import read_secret, transfer_config
+
+    transfer_config(options, read_secret(options))  # refused before the weights are read
     logger.info("%s: loading the engine", options.node_id or role)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the loop takes over
     from launch.runner_factory import make_runner
 
-    runner = make_runner(options, model, num_threads)
+    runner = make_runner(options, model, num_threads, gpus=options.gpus)
     run_role(NodeRole(role, options, runner), drain_timeout_s=options.drain_timeout)
 
 
@@ -109,16 +113,10 @@ class NodeRole:
         logger.info("%s serves over %s", parts.identity.node_id, parts.transfer.transport)
 
     async def failed(self) -> LaunchError:
-        """Return when the process is of no use any more: a new one starts with new parts."""
+        """Return when the process is of no use any more."""
         assert self._parts is not None, "start() first"
-        return await broken(
-            {
-                "the step loop died, or the engine failed several times in a row": (
-                    lambda: bool(self._node.healthy)
-                ),
-                **self._parts.health_checks,
-            }
-        )
+        meaning = "the step loop died, or the engine failed several times in a row"
+        return await self._parts.failed({meaning: lambda: bool(self._node.healthy)})
 
     async def drain(self, timeout_s: float) -> None:
         if self._node is not None:

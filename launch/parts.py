@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.config import JoinOptions, Options
-from launch.errors import ConfigError, StartError
-from launch.runtime import config_errors
+from launch.config import JoinOptions, Options, UpOptions
+from launch.errors import ConfigError, LaunchError, StartError
+from launch.ports import url_host
+from launch.runtime import broken, config_errors
 from transfer.config import TransferConfig, is_local_host
 from transfer.engine import TransferEngine
 from transfer.identity import Role, new_identity
@@ -35,7 +36,9 @@ def read_secret(options: Options) -> str | None:
             secret = Path(options.secret_file).read_text(encoding="utf-8").strip()
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"--secret-file {options.secret_file}: {reason}") from error
+            raise ConfigError(
+                f"--secret-file {options.secret_file}: {reason}: name a file that holds the secret"
+            ) from error
         if not secret:
             raise ConfigError(f"--secret-file {options.secret_file}: empty: write a secret into it")
     if not secret and not is_local_host(options.host):
@@ -50,24 +53,31 @@ def make_network(secret: str | None) -> ZmqNetwork:
     return ZmqNetwork(allow_remote=secret is not None, secret=secret)
 
 
+def transfer_config(options: JoinOptions | UpOptions, secret: str | None) -> TransferConfig:
+    """Return the checked configuration of bulk transport.
+
+    Raises:
+        ConfigError: the transport, the addresses and the secret do not fit together.
+    """
+    with config_errors("--transfer"):
+        return TransferConfig.model_validate(
+            {
+                "transport": options.transfer,
+                "host": options.host,
+                "advertise_host": options.advertise_host,
+                "cluster_secret": secret,
+            }
+        )
+
+
 def make_transfer(options: JoinOptions, secret: str | None) -> TransferEngine:
     with config_errors("--transfer"):
-        return TransferEngine(
-            TransferConfig.model_validate(
-                {
-                    "transport": options.transfer,
-                    "host": options.host,
-                    "advertise_host": options.advertise_host,
-                    "cluster_secret": secret,
-                }
-            )
-        )
+        return TransferEngine(transfer_config(options, secret))
 
 
 def control_bind(options: Options, port: int = 0) -> str:
     """Return where a control channel listens."""
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"tcp://{host}:{port}"
+    return f"tcp://{url_host(options.host)}:{port}"
 
 
 class Parts:
@@ -98,13 +108,25 @@ class Parts:
             raise StartError(
                 f"--join {self.options.join}: nobody answered within "
                 f"{self.options.join_timeout:g} s: start `kvferry gateway` there, or name the "
-                "address that it prints"
+                "address that it prints, or its secret differs"
             ) from None
 
-    @property
-    def health_checks(self) -> dict[str, Callable[[], bool]]:
-        """What is broken when it is False → "alive?"."""
-        return {"the transfer I/O thread died": lambda: self.transfer.is_healthy}
+    async def failed(self, checks: Mapping[str, Callable[[], bool]]) -> LaunchError:
+        """Return when the process is of no use any more: a new one starts with new parts.
+
+        ``checks`` are the role's own: what is broken when it is False → "alive?".
+        """
+        mine = {"the transfer I/O thread died": lambda: self.transfer.is_healthy}
+        return await broken({**checks, **mine}, self._superseded)
+
+    def _superseded(self) -> LaunchError | None:
+        """A ``ConfigError``, so that no supervisor starts this process again to fight its twin."""
+        if not self.membership.superseded:
+            return None
+        return ConfigError(
+            f"--node-id {self.identity.node_id}: another process joined {self.options.join} under "
+            "this node id and took the seat: give each process its own --node-id"
+        )
 
     async def close(self) -> None:
         await self.membership.leave()

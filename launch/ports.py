@@ -1,4 +1,4 @@
-"""TCP ports: taking one, and saying clearly when it is taken.
+"""TCP ports and addresses: taking a port, and saying clearly when it is taken.
 
 Owns the sockets it returns until the caller takes them over. Knows no HTTP.
 """
@@ -11,6 +11,11 @@ import socket
 from launch.errors import ConfigError
 
 BACKLOG = 2048
+
+
+def url_host(host: str) -> str:
+    """Return ``host`` as a URL has it: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def listen_on(host: str, port: int, option: str) -> socket.socket:

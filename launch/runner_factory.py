@@ -7,11 +7,15 @@ what cannot work fails in one line. Imports torch: only in processes that comput
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from engine.attention.interface import resolve_attention
 from engine.config import resolve_device, resolve_dtype
+from engine.errors import ModelLoadError
 from engine.fake import FakeRunner
 from engine.loader import load_runner, page_spec
 from engine.model_config import read_model_config
@@ -39,14 +43,16 @@ def choose_num_pages(
         return options.num_pages
     if options.kv_memory is None and device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        nbytes = int((free - weights_nbytes) * GPU_FREE_SHARE)
-        return pages_in(max(nbytes, 0), spec, "free GPU memory beside the weights:")
+        nbytes = max(int((free - weights_nbytes) * GPU_FREE_SHARE), 0)
+        return pages_in(nbytes, spec, f"{human_size(nbytes)} beside the weights on the GPU")
     text = options.kv_memory or CPU_KV_MEMORY
-    return pages_in(parse_size(text, "--kv-memory"), spec, "--kv-memory")
+    return pages_in(parse_size(text, "--kv-memory"), spec, f"--kv-memory {text}")
 
 
-def make_runner(options: ComputeOptions, model: ResolvedModel, num_threads: int) -> Runner:
-    """Load the model. Blocks for as long as that takes.
+def make_runner(
+    options: ComputeOptions, model: ResolvedModel, num_threads: int, *, gpus: str | None = None
+) -> Runner:
+    """Load the model. Blocks for as long as that takes. ``gpus`` is what ``--gpus`` says.
 
     Raises:
         ConfigError: the model, the device or the sizes do not work here.
@@ -55,17 +61,45 @@ def make_runner(options: ComputeOptions, model: ResolvedModel, num_threads: int)
     with config_errors(f"--model {options.model}"):
         if model.directory is None:
             return _fake_runner(options)
+        check_gpus(options, gpus)
         return _real_runner(options, model.name, model.directory, num_threads)
 
 
+def check_gpus(options: ComputeOptions, gpus: str | None) -> None:
+    """Refuse ``--gpus`` where the model would silently compute on the CPU.
+
+    Raises:
+        ConfigError: torch sees no CUDA device.
+    """
+    if gpus is not None and options.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--gpus {gpus}: torch {torch.__version__} sees no such CUDA device here; leave it out "
+            "to compute on the CPU, or install a CUDA build of torch and check nvidia-smi"
+        )
+
+
+@contextmanager
+def _blame(name: str, value: str) -> Iterator[None]:
+    """Name the option in what the engine says about its parameter of the same name."""
+    try:
+        yield
+    except ModelLoadError as error:
+        reason = str(error).removeprefix(f"{name}={value!r}").lstrip(": ")
+        raise ConfigError(f"--{name} {value}: {reason}") from error
+
+
 def _real_runner(options: ComputeOptions, name: str, directory: Path, num_threads: int) -> Runner:
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
+    with _blame("device", options.device):
+        device = resolve_device(options.device)
+    with _blame("dtype", options.dtype):
+        dtype = resolve_dtype(options.dtype, device)
+    with _blame("attention", options.attention):
+        attention = resolve_attention(options.attention, device)
     spec = page_spec(read_model_config(directory), options.page_size, dtype)
     weights_nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     num_pages = choose_num_pages(options, spec, device, weights_nbytes)
     logger.info(
-        "loading %s on %s in %s: %d pages of %d tokens (%s), %d threads",
+        "loading %s on %s in %s: %d pages of %d tokens (%s), %d %s",
         name,
         device,
         spec.dtype,
@@ -73,6 +107,7 @@ def _real_runner(options: ComputeOptions, name: str, directory: Path, num_thread
         spec.page_size,
         human_size(num_pages * spec.page_nbytes),
         num_threads,
+        "thread" if num_threads == 1 else "threads",
     )
     with progress("loading weights") as report:
         seen = 0
@@ -89,7 +124,7 @@ def _real_runner(options: ComputeOptions, name: str, directory: Path, num_thread
             dtype=spec.dtype,
             num_pages=num_pages,
             page_size=options.page_size,
-            attention=options.attention,
+            attention=attention,
             progress=on_tensor,
             name=name,
         )

@@ -144,11 +144,20 @@ async def _serve(role: Role, drain_timeout_s: float) -> None:
         raise StartError(f"{type(error).__name__}: {error}") from error
     finally:
         await (role.close() if failure is None else _close_failed(role))
+    logger.info("stopped")
 
 
-async def broken(checks: Mapping[str, Callable[[], bool]]) -> LaunchError:
-    """The ``failed`` of a role: return when a check, by what its failure means, is False."""
+async def broken(
+    checks: Mapping[str, Callable[[], bool]],
+    refused: Callable[[], LaunchError | None] = lambda: None,
+) -> LaunchError:
+    """The ``failed`` of a role: return when a check, by what its failure means, is False.
+
+    ``refused`` comes first: why the cluster has no place for this process, or None.
+    """
     while True:
+        if (error := refused()) is not None:
+            return error
         for meaning, alive in checks.items():
             if not alive():
                 return StartError(f"{meaning}: see the tracebacks above")

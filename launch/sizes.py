@@ -1,14 +1,17 @@
 """Sizes that people write: ``512MiB``, ``1GiB``, ``2g``; and how many pages fit in one.
 
-Pure functions. Knows neither options nor devices.
+Knows neither options nor devices; of the machine only how much memory it has.
 """
 
 from __future__ import annotations
 
+import os
 import re
 
 from kvstore.page import PageSpec
 from launch.errors import ConfigError
+
+SEGMENT_NBYTES_MIN = 1 << 20
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -27,8 +30,27 @@ def parse_size(text: str, option: str) -> int:
     return nbytes
 
 
-def pages_in(nbytes: int, spec: PageSpec, option: str) -> int:
-    """Return how many pages of ``spec`` fit in ``nbytes``.
+def segment_size(text: str, *, num_stores: int = 1) -> int:
+    """Return the bytes that ``--segment`` asks for in each of ``num_stores`` on this machine.
+
+    Raises:
+        ConfigError: not a size, too small to hold pages, or more than this machine has.
+    """
+    nbytes = parse_size(text, "--segment")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes < SEGMENT_NBYTES_MIN:
+        raise ConfigError(f"--segment {text}: holds no pages: give at least 1MiB, better 1GiB")
+    if nbytes * num_stores > memory:
+        times = f" times {num_stores} stores" if num_stores > 1 else ""
+        raise ConfigError(
+            f"--segment {text}{times}: more than the {human_size(memory)} of memory of this "
+            "machine: give less"
+        )
+    return nbytes
+
+
+def pages_in(nbytes: int, spec: PageSpec, what: str) -> int:
+    """Return how many pages of ``spec`` fit in ``nbytes``, which people know as ``what``.
 
     Raises:
         ConfigError: fewer than 2 (page 0 is the scratch page).
@@ -36,8 +58,8 @@ def pages_in(nbytes: int, spec: PageSpec, option: str) -> int:
     num_pages = nbytes // spec.page_nbytes
     if num_pages < 2:
         raise ConfigError(
-            f"{option} {nbytes} bytes: a page has {spec.page_nbytes} bytes; "
-            f"at least {2 * spec.page_nbytes} are needed"
+            f"{what}: a page has {spec.page_nbytes} bytes; "
+            f"at least {2 * spec.page_nbytes} bytes are needed"
         )
     return num_pages
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from launch.config import DEFAULT_JOIN, JoinOptions
@@ -22,18 +24,31 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CONTRACT_SHOWN = ("model", "kv_dtype", "page_size", "num_layers", "num_kv_heads", "head_dim")
+WIDTH_MAX = 10_000  # of a table that is measured before it is shown
+HEADINGS = ("node", "role", "transport", "running", "waiting", "pages", "heartbeat")
 
 
-def show(join: str | None, *, as_json: bool, timeout_s: float) -> None:
-    """Print the members of the cluster at ``join``."""
-    options = JoinOptions.of(join=join or DEFAULT_JOIN)
+def show(
+    join: str | None, *, as_json: bool, timeout_s: float, secret_file: str | None = None
+) -> None:
+    """Print the members of the cluster at ``join``.
+
+    Raises:
+        LaunchError: as ``fetch``, or the secret cannot be read.
+    """
+    logging.getLogger("transfer").setLevel(logging.CRITICAL)  # the one error line says it all
+    options = JoinOptions.of(join=join or DEFAULT_JOIN, secret_file=secret_file)
     view = asyncio.run(fetch(options, timeout_s))
     if as_json:
         print(json.dumps([describe(member) for member in view.members], indent=2))
         return
     from rich.console import Console
 
-    Console().print(table(view))
+    console, shown = Console(), table(view)
+    if sys.stdout.isatty() and Console(width=WIDTH_MAX).measure(shown).maximum <= console.width:
+        console.print(shown)
+    else:
+        print(plain(view))
 
 
 async def fetch(options: JoinOptions, timeout_s: float) -> MembershipView:
@@ -52,7 +67,7 @@ async def fetch(options: JoinOptions, timeout_s: float) -> MembershipView:
     except PeerUnreachable as error:
         raise StartError(
             f"--join {options.join}: nobody answered within {timeout_s:g} s: "
-            "name the address that `kvferry gateway` or `kvferry up` prints"
+            "name the address that `kvferry gateway` or `kvferry up` prints, or its secret differs"
         ) from error
     except HelloRefused as error:
         raise ConfigError(f"--join {options.join}: {error}") from error
@@ -82,19 +97,38 @@ def table(view: MembershipView) -> Table:
     from rich.table import Table
 
     shown = Table(title=_contract_line(view), title_justify="left")
-    for heading in ("node", "role", "transport", "running", "waiting", "pages", "heartbeat"):
-        shown.add_column(heading)
+    for heading in HEADINGS:
+        shown.add_column(heading, no_wrap=True)
     for member in view.members:
-        shown.add_row(
-            str(member.node_id),
-            member.info.identity.role.value + (" (draining)" if member.status.draining else ""),
-            member.info.transport,
-            _gauge(member, "num_running"),
-            _gauge(member, "num_waiting"),
-            _pages(member),
-            f"{member.heartbeat_age_s:.1f} s ago",
-        )
+        shown.add_row(*_row(member))
     return shown
+
+
+def plain(view: MembershipView) -> str:
+    """Return the members as aligned columns of whatever width they need: nothing is ever cut.
+
+    For a pipe, a file, or a terminal that is too narrow for the table.
+    """
+    rows = [HEADINGS, *map(_row, view.members)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return "\n".join((_contract_line(view), *lines))
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    """The cells of one member, under ``HEADINGS``."""
+    return (
+        str(member.node_id),
+        member.info.identity.role.value + (" (draining)" if member.status.draining else ""),
+        member.info.transport,
+        _gauge(member, "num_running"),
+        _gauge(member, "num_waiting"),
+        _pages(member),
+        f"{member.heartbeat_age_s:.1f} s ago",
+    )
 
 
 def _contract_line(view: MembershipView) -> str:

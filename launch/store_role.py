@@ -11,8 +11,8 @@ from launch import process_env
 from launch.config import StoreOptions
 from launch.errors import LaunchError
 from launch.parts import Parts, control_bind
-from launch.runtime import broken, config_errors, run_role, setup_logging
-from launch.sizes import parse_size
+from launch.runtime import config_errors, run_role, setup_logging
+from launch.sizes import segment_size
 from transfer.identity import Role
 
 
@@ -23,7 +23,7 @@ class StoreRole:
         self._parts = Parts(Role.STORE, options)
         with config_errors("--segment"):
             config = StoreConfig(
-                segment_nbytes=parse_size(options.segment, "--segment"),
+                segment_nbytes=segment_size(options.segment),
                 bind=control_bind(options),
             )
         self._node = StoreNode(
@@ -39,15 +39,9 @@ class StoreRole:
         await self._parts.joined(self._node.start())
 
     async def failed(self) -> LaunchError:
-        """Return when the process is of no use any more: a new one starts with new parts."""
-        return await broken(
-            {
-                "the store's timer died: nothing expires, nothing is evicted": (
-                    lambda: self._node.healthy
-                ),
-                **self._parts.health_checks,
-            }
-        )
+        """Return when the process is of no use any more."""
+        meaning = "the store's timer died: nothing expires, nothing is evicted"
+        return await self._parts.failed({meaning: lambda: self._node.healthy})
 
     async def drain(self, timeout_s: float) -> None:
         await self._node.drain(timeout_s)
@@ -64,5 +58,6 @@ class StoreRole:
 def run(options: StoreOptions) -> None:
     """Run ``kvferry store`` to its end."""
     setup_logging(options.log_level)
+    options.refuse_loopback()
     process_env.bound_malloc()
     run_role(StoreRole(options), drain_timeout_s=options.drain_timeout)

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from launch.errors import StartError
+from launch.errors import EXIT_FAILED, StartError
 from launch.process_env import child_environment
 from launch.progress import say
 from launch.restart_policy import ChildState, Done, Fail, Restart, RestartPolicy
@@ -151,17 +151,15 @@ class Supervisor:
     async def _run_once(self, child: Child) -> int:
         child.ended.clear()
         child.error = None
-        process = await asyncio.create_subprocess_exec(
-            *child.spec.argv,
-            env=child_environment(child.spec.env),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            limit=LINE_NBYTES_MAX,
-        )
-        child.process = process
         child.policy.on_started(asyncio.get_running_loop().time())
+        try:
+            process = await _spawn(child.spec)
+        except OSError as error:  # no memory, no file descriptors: a death like any other
+            child.process, child.error = None, f"cannot be started: {error}"
+            logger.warning("%s %s", child.spec.name, child.error)
+            child.ended.set()
+            return EXIT_FAILED
+        child.process = process
         try:
             assert process.stdout is not None
             await self._forward(child, process.stdout)
@@ -195,6 +193,19 @@ class Supervisor:
             failure = StartError(message)
             failure.exit_code = code if code > 0 else StartError.exit_code
             self._failed.set_result(failure)
+
+
+async def _spawn(spec: ChildSpec) -> asyncio.subprocess.Process:
+    """Start one child: its own session, both outputs in one pipe."""
+    return await asyncio.create_subprocess_exec(
+        *spec.argv,
+        env=child_environment(spec.env),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        limit=LINE_NBYTES_MAX,
+    )
 
 
 def _describe(code: int) -> str:

@@ -13,9 +13,10 @@ from launch import model_store, process_env
 from launch.cluster import LocalCluster, with_ports
 from launch.config import UpOptions
 from launch.errors import LaunchError
+from launch.parts import read_secret, transfer_config
 from launch.progress import say
 from launch.runtime import Role, run_role, setup_logging
-from launch.sizes import parse_size
+from launch.sizes import parse_size, segment_size
 
 
 def run(options: UpOptions) -> None:
@@ -35,7 +36,9 @@ def run(options: UpOptions) -> None:
 
 def check(options: UpOptions) -> None:
     """Refuse here what every child would refuse later."""
-    parse_size(options.segment, "--segment")
+    transfer_config(options, read_secret(options))
+    if options.store:
+        segment_size(options.segment, num_stores=options.store)
     if options.kv_memory is not None:
         parse_size(options.kv_memory, "--kv-memory")
     if options.gpus is not None:
@@ -71,9 +74,10 @@ class _Announced:
 def usage(url: str, model: str) -> str:
     """Return a request that can be pasted into a shell."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    path, body = "chat/completions", {"model": model, "messages": [question], "max_tokens": 64}
+    path, asked = "chat/completions", {"messages": [question], "max_tokens": 64}
     if model == model_store.FAKE_MODEL:
-        path, body = "completions", {"model": model, "prompt": "Hello", "max_tokens": 16}
+        path, asked = "completions", {"prompt": "Hello", "max_tokens": 16}
+    body = {"model": model, **asked, "temperature": 0}  # small models babble when they sample
     return (
         f"\nkvferry serves {model} at {url}. Ask it something:\n\n"
         f"  curl {url}/v1/{path} \\\n"

@@ -51,23 +51,29 @@ class IoThread:
         if tasks:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
+    def _check_runs(self) -> None:
+        """Raise ``PeerClosed`` when the thread was stopped or has died. Call it under the lock."""
+        if self._stopped or self._loop.is_closed():
+            raise PeerClosed("this transfer engine is closed")
+
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run ``function(*args)`` on the I/O loop, soon.
 
         Raises:
-            PeerClosed: the thread has been stopped.
+            PeerClosed: the thread has been stopped, or has died.
         """
         with self._lock:
-            if self._stopped:
-                raise PeerClosed("this transfer engine is closed")
+            self._check_runs()
             self._loop.call_soon_threadsafe(function, *args)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run ``coroutine`` on the I/O loop; cancelling the caller cancels it there."""
         with self._lock:
-            if self._stopped:
+            try:
+                self._check_runs()
+            except PeerClosed:
                 coroutine.close()
-                raise PeerClosed("this transfer engine is closed")
+                raise
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return await asyncio.wrap_future(future)

@@ -43,6 +43,15 @@ BAD = [
     (["store", "--join", "etcd://127.0.0.1:2379/x"], ["etcd", "tcp://"]),
     (["store", "--segment", "-1GiB"], ["--segment -1GiB", "512MiB"]),
     (["store", "--secret-file", "/no/such/file"], ["--secret-file /no/such/file", "No such file"]),
+    (["up", "--secret-file", "/no", "--model", "smollm2-135m"], ["--secret-file /no", "holds"]),
+    (["status", "--secret-file", "/no"], ["--secret-file /no", "holds"]),
+    (["up", "--host", "0.0.0.0", "--model", "fake"], ["--host 0.0.0.0", "--secret-file"]),
+    (["store", "--segment", "900TiB"], ["--segment 900TiB", "GiB of memory", "give less"]),
+    (["store", "--segment", "1KiB"], ["--segment 1KiB", "at least 1MiB"]),
+    (["up", "--segment", "900TiB", "--model", "fake"], ["--segment 900TiB", "give less"]),
+    (["store", "--transfer", "loopback"], ["--transfer loopback", "kvferry up"]),
+    (["prefill", "--transfer", "loopback"], ["--transfer loopback", "shm or tcp"]),
+    (["decode", "--transfer", "loopback", "--count", "2"], ["--transfer loopback", "kvferry up"]),
     (["prefill", "--page-size", "0"], ["--page-size 0", "1"]),
     (["prefill", "--page-size", "4096"], ["--page-size 4096", "1024"]),
     (["prefill", "--num-pages", "1"], ["--num-pages 1", "2"]),
@@ -55,6 +64,7 @@ BAD = [
     (["model", "pull", "gpt-5"], ["gpt-5", "smollm2-135m"]),
     (["model", "path", "smollm2-135m"], ["smollm2-135m", "model pull"]),
     (["model", "convert", "none.gguf", "out"], ["none.gguf", "no such file"]),
+    (["model", "convert", ".", "out"], [".: is a directory", ".gguf"]),
     (["model", "path"], ["name", "--help"]),
 ]
 
@@ -118,6 +128,16 @@ def test_help_shows_the_defaults_of_the_code(
         assert f"--{name.replace('_', '-')}" in text
         if field.default is not None:
             assert f"default: {field.default}]" in text
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "store", "prefill", "decode", "status"])
+def test_help_names_the_variable_of_the_secret(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--secret-file" in text
+    assert "KVFERRY_SECRET" in text
 
 
 def test_command_line_imports_nothing_heavy() -> None:

@@ -16,7 +16,7 @@ from launch.cluster import plan, python_path, with_ports
 from launch.config import NodeOptions, UpOptions
 from launch.errors import ConfigError
 from launch.ports import check_free, free_port, listen_on
-from launch.sizes import human_size, pages_in, parse_size
+from launch.sizes import human_size, pages_in, parse_size, segment_size
 from launch.up import usage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,12 @@ def test_every_node_gets_its_name_its_gpu_and_the_join_address() -> None:
     assert [told[name]["--gpus"] for name in nodes] == ["0", "1", "0", "1", "0"]
     assert all(told[name]["--node-id"] == name for name in specs)
     assert specs["gateway"].stop_order < min(specs[name].stop_order for name in nodes)
+
+
+def test_an_ipv6_host_is_joined_in_brackets() -> None:
+    specs = plan(UpOptions.of(model="fake", host="::1", port=8123, join_port=8999))
+    joins = [arguments(list(spec.argv)).get("--join") for spec in specs]
+    assert joins == [None, *["tcp://[::1]:8999"] * 3]
 
 
 def test_what_up_is_told_about_computing_reaches_the_nodes() -> None:
@@ -135,3 +141,16 @@ def test_the_printed_request_names_the_real_model_and_port() -> None:
     text = usage("http://127.0.0.1:8123", "smollm2-135m")
     assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
     assert '"model": "smollm2-135m"' in text
+    assert '"temperature": 0}' in text
+
+
+def test_a_pool_too_small_is_told_as_the_user_wrote_it() -> None:
+    spec = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
+    with pytest.raises(ConfigError, match="--kv-memory 1KiB: a page has"):
+        pages_in(1024, spec, "--kv-memory 1KiB")
+
+
+def test_segments_of_all_stores_together_fit_in_the_machine() -> None:
+    assert segment_size("1GiB") == 1 << 30
+    with pytest.raises(ConfigError, match=r"times 99999 stores: more than the .* of memory"):
+        segment_size("1GiB", num_stores=99999)

@@ -13,7 +13,7 @@ import pytest
 from engine.fake import FakeRunner
 from launch import runtime
 from launch.config import GatewayOptions, NodeOptions, StoreOptions
-from launch.errors import LaunchError, StartError
+from launch.errors import ConfigError, LaunchError, StartError
 from launch.gateway_role import GatewayRole
 from launch.node_role import NodeRole, NodeRoleName
 from launch.store_role import StoreRole
@@ -98,12 +98,13 @@ async def kill_transfer_thread(role: Any) -> None:
     io.loop.call_soon_threadsafe(io.loop.stop)
 
 
-def node_role(name: NodeRoleName, join: str) -> Any:
-    return NodeRole(name, NodeOptions.of(model="fake", join=join), FakeRunner(num_pages=16))
+def node_role(name: NodeRoleName, join: str, node_id: str | None = None) -> Any:
+    options = NodeOptions.of(model="fake", join=join, node_id=node_id)
+    return NodeRole(name, options, FakeRunner(num_pages=16))
 
 
-def store_role(join: str) -> Any:
-    return StoreRole(StoreOptions.of(join=join, segment="16MiB"))
+def store_role(join: str, node_id: str | None = None) -> Any:
+    return StoreRole(StoreOptions.of(join=join, segment="16MiB", node_id=node_id))
 
 
 NODES = [
@@ -131,6 +132,31 @@ async def test_a_node_process_ends_when_a_part_of_it_died(
         async with asyncio.timeout(SEEN_WITHIN_S):
             with pytest.raises(StartError, match=why):
                 await life
+
+
+TWINS = [lambda join: node_role("decode", join, node_id="twin"), lambda j: store_role(j, "twin")]
+
+
+@pytest.mark.parametrize("make", TWINS)
+async def test_a_process_whose_node_id_another_one_took_ends_for_good(
+    make: Callable[[str], Any],
+) -> None:
+    async with gateway() as door:
+        first, second = make(join_of(door)), make(join_of(door))
+        life = asyncio.create_task(runtime._serve(first, 1.0))
+        nodes = door._membership
+        async with asyncio.timeout(10):
+            while len(nodes.view.members) < 2:  # noqa: ASYNC110 - a view has no event
+                await asyncio.sleep(0.01)
+        await second.start()
+        try:
+            async with asyncio.timeout(SEEN_WITHIN_S):
+                with pytest.raises(ConfigError, match="--node-id twin: another process"):
+                    await life
+            member = nodes.view.get(second._parts.identity.node_id)
+            assert member.info.identity == second._parts.identity, "the second one stays"
+        finally:
+            await second.close()
 
 
 class _Stuck:

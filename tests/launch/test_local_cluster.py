@@ -14,7 +14,7 @@ from launch.cluster import LocalCluster
 from launch.config import JoinOptions, UpOptions
 from launch.demo import Turn, check, report
 from launch.errors import LaunchError
-from launch.status import describe, fetch, table
+from launch.status import describe, fetch, plain, table
 from transfer.membership import MembershipView
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
@@ -50,6 +50,11 @@ def _check_status(view: MembershipView) -> None:
     assert members["prefill-1"]["contract"]["page_size"] == "16"
     assert members["store-1"]["gauges"]["segment_nbytes"] == 16 << 20
     assert all(member["heartbeat_age_s"] < 2.0 for member in members.values())
+    lines = plain(view).splitlines()
+    assert len(lines) == 7, "the contract, the headings, five members"
+    for name, line in zip(members, lines[2:], strict=True):
+        assert line.startswith(f"{name} ")
+        assert line[lines[1].index("role") :].startswith(members[name]["role"]), "aligned"
     shown = table(view)
     assert shown.row_count == 5
     assert "model fake" in str(shown.title)

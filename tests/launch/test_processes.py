@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -17,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from launch import status
+from launch.config import JoinOptions
 from tests.launch.tiny_gguf import smollm_tokenizer
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
@@ -87,6 +90,17 @@ def start(tmp_path: Path) -> Iterator[type[Process]]:
         process.popen.wait(TIMEOUT_S)
 
 
+def wait_listed(join: str, node_id: str) -> None:
+    """Wait until the registry at ``join`` lists the node."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        view = asyncio.run(status.fetch(JoinOptions.of(join=join), TIMEOUT_S))
+        if any(member.node_id == node_id for member in view.members):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{node_id} never joined")
+
+
 def _commands_of_children(process: Process) -> list[str]:
     """Command lines of the processes that ``process`` started and that still live."""
     commands = []
@@ -118,6 +132,16 @@ def test_a_port_in_use_is_one_line(
     assert process.out == ""
 
 
+def test_a_secret_that_cannot_be_read_is_told_before_the_engine_is_loaded(
+    start: type[Process],
+) -> None:
+    process = start("prefill", "--model", "fake", "--secret-file", "/no/such/file")
+    assert process.wait() == 2
+    (line,) = process.error_lines()
+    assert "--secret-file /no/such/file" in line
+    assert process.err.splitlines() == [line], "nothing of an engine"
+
+
 @pytest.mark.parametrize("role", ["store", "decode"])
 def test_a_join_that_nobody_answers_gives_up_in_one_line(
     start: type[Process], busy_port: int, role: str
@@ -138,6 +162,28 @@ def test_status_of_a_cluster_that_is_not_there_is_one_line(
     assert process.wait() == 1
     (line,) = process.error_lines()
     assert f"--join tcp://127.0.0.1:{busy_port}" in line
+    assert line.endswith("or its secret differs")
+    assert process.err.splitlines() == [line]
+
+
+def test_status_reaches_a_cluster_with_its_secret_and_not_without(
+    start: type[Process], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("open sesame")
+    own = ["--secret-file", str(secret)]
+    name = "a-name-that-is-longer-than-a-column-of-a-narrow-terminal-would-be-so-that-it-may-be-cut"
+    gateway = start("gateway", "--model", "fake", "--port", "0", "--node-id", name, *own)
+    join = gateway.until(r"--join (tcp://\S+)")
+    status = start("status", "--join", join, *own)
+    assert status.wait() == 0, status.err
+    assert name in status.out
+    stranger = start("status", "--join", join, "--timeout", "1")
+    assert stranger.wait() != 0
+    assert len(stranger.err.splitlines()) == 1, stranger.err
+    gateway.popen.send_signal(signal.SIGTERM)
+    assert gateway.wait() == 0, gateway.err
+    assert gateway.err.splitlines()[-1].endswith("stopped")
 
 
 def test_a_page_size_that_differs_is_refused_with_both_sides(start: type[Process]) -> None:
@@ -150,7 +196,27 @@ def test_a_page_size_that_differs_is_refused_with_both_sides(start: type[Process
     (line,) = decode.error_lines()
     assert "page_size=16" in line
     assert "page_size=32" in line
+    assert "kv_dtype" not in line, "only what differs"
     for process in (prefill, gateway):
+        assert process.popen.poll() is None, "the others go on"
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0, process.err
+
+
+def test_of_two_processes_with_one_node_id_the_first_ends_and_says_why(
+    start: type[Process],
+) -> None:
+    gateway = start("gateway", "--model", "fake", "--port", "0")
+    join = gateway.until(r"--join (tcp://\S+)")
+    argv = ("store", "--join", join, "--node-id", "twin", "--segment", "16MiB")
+    first = start(*argv)
+    wait_listed(join, "twin")
+    second = start(*argv)
+    assert first.wait() == 2, first.err
+    (line,) = first.error_lines()
+    assert "--node-id twin" in line
+    assert "give each process its own --node-id" in line
+    for process in (second, gateway):
         assert process.popen.poll() is None, "the others go on"
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 0, process.err

@@ -77,6 +77,34 @@ async def test_a_failed_start_is_told_in_the_childs_own_line() -> None:
     assert supervisor.pids == {}
 
 
+async def test_a_child_that_cannot_be_spawned_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(restart_policy, "DELAY_MIN_S", 0.01)
+    lines = Lines()
+    program = tmp_path / "python"
+    program.symlink_to(sys.executable)
+    supervisor = Supervisor([ChildSpec("a", [str(program), "-c", SERVE])], show=lines)
+    supervisor.start()
+    await lines.until(lambda seen: ("a", "up") in seen)
+    supervisor.on_ready()
+    program.rename(tmp_path / "away")
+    os.kill(supervisor.pids["a"], signal.SIGKILL)
+    await asyncio.sleep(0.2)  # some attempts fail
+    assert supervisor.pids == {}
+    (tmp_path / "away").rename(program)
+    await lines.until(lambda seen: seen.count(("a", "up")) == 2)
+    await supervisor.stop(1.0)
+
+
+async def test_a_program_that_is_not_there_fails_the_start() -> None:
+    supervisor = Supervisor([ChildSpec("a", ["/does/not/exist"])], show=Lines())
+    supervisor.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert "cannot be started" in str(await supervisor.failed())
+    await supervisor.stop(0.0)
+
+
 async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.supervisor.KILL_GRACE_S", 0.1)
     lines = Lines()
