@@ -10,6 +10,8 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from launch.config import DEFAULT_JOIN, JoinOptions
@@ -36,9 +38,9 @@ def show(
     Raises:
         LaunchError: as ``fetch``, or the secret cannot be read.
     """
-    logging.getLogger("transfer").setLevel(logging.CRITICAL)  # the one error line says it all
     options = JoinOptions.of(join=join or DEFAULT_JOIN, secret_file=secret_file)
-    view = asyncio.run(fetch(options, timeout_s))
+    with _only_the_error_line():
+        view = asyncio.run(fetch(options, timeout_s))
     if as_json:
         print(json.dumps([describe(member) for member in view.members], indent=2))
         return
@@ -49,6 +51,18 @@ def show(
         console.print(shown)
     else:
         print(plain(view))
+
+
+@contextmanager
+def _only_the_error_line() -> Iterator[None]:
+    """Keep what ``transfer`` logs while it waits to itself: our one line says it all."""
+    log = logging.getLogger("transfer")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 async def fetch(options: JoinOptions, timeout_s: float) -> MembershipView:
