@@ -16,6 +16,8 @@ from transfer.channel import Channel, Hello
 from transfer.identity import Role, new_identity
 from transfer.interface import deadline_after
 
+# 256 operations at once in one process, on a busy machine
+PATIENT = StoreClientConfig(op_timeout_s=20.0)
 FAST = StoreClientConfig(op_timeout_s=1.0, poll_s=0.2, backoff_s=0.2, backoff_max_s=0.4)
 
 

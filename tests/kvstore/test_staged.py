@@ -17,7 +17,7 @@ from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import PageStoreContract, Stores, put_all
 from tests.kvstore.devices import Device, NumpyPages, staged
 from tests.kvstore.fakes import FakeTransfer, World
-from tests.kvstore.faulty import until
+from tests.kvstore.faulty import PATIENT, until
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
 from transfer.errors import Unauthorized
 from transfer.interface import deadline_after
@@ -49,7 +49,7 @@ class TestStagedMemoryStore(PageStoreContract):
 class TestStagedStoreClient(PageStoreContract):
     @pytest.fixture
     async def stores(self, num_staging_pages: int) -> AsyncIterator[Stores]:
-        cluster, device = StoreCluster(World()), Device()
+        cluster, device = StoreCluster(World(), client_config=PATIENT), Device()
         for i in range(2):
             await cluster.node(f"store-{i}")
         transfer, network = await cluster.transfer(), cluster.network()

@@ -6,22 +6,20 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstore.config import StoreClientConfig
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import PageStoreContract, Stores
 from tests.kvstore.fakes import World
+from tests.kvstore.faulty import PATIENT
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.zmq_network import ZmqNetwork
-
-PATIENT_S = 20.0  # 256 operations at once in one process, on a busy machine
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
 class TestInProcess(PageStoreContract):
     @pytest.fixture
     async def stores(self, num_nodes: int) -> AsyncIterator[Stores]:
-        cluster = StoreCluster(World())
+        cluster = StoreCluster(World(), client_config=PATIENT)
         for i in range(num_nodes):
             await cluster.node(f"store-{i}")
         yield await cluster.stores()
@@ -36,7 +34,7 @@ class TestOverRealWires(PageStoreContract):
             World(),
             network=ZmqNetwork,
             transfer=lambda: TransferEngine(TransferConfig(transport=transport)),
-            client_config=StoreClientConfig(op_timeout_s=PATIENT_S),
+            client_config=PATIENT,
         )
         for i in range(2):
             await cluster.node(f"store-{i}")
