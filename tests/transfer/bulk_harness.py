@@ -87,9 +87,14 @@ class Engines:
         self._made: list[TransferEngine] = []
 
     async def make(self, **settings: Any) -> TransferEngine:
+        engine = self.unstarted(**settings)
+        await engine.start()
+        return engine
+
+    def unstarted(self, **settings: Any) -> TransferEngine:
+        """Return an engine that ``close`` closes, but that the test starts."""
         engine = TransferEngine(TransferConfig(**{"transport": self.transport, **settings}))
         self._made.append(engine)
-        await engine.start()
         return engine
 
     async def close(self) -> None:
@@ -101,6 +106,8 @@ class Engines:
 async def checked_engines(transport: str) -> AsyncIterator[Engines]:
     """Yield a factory; afterwards no thread and no socket may be left.
 
+    Every engine of a test must come from the factory: one that lives on would still hold its end of
+    a connection whose other end was just closed, for as long as its I/O thread takes to notice.
     Shared memory lives as long as somebody holds a view of it; ``test_shm`` checks that it goes.
     """
     threads, files = engine_threads(), open_files()

@@ -21,8 +21,6 @@ from tests.transfer.bulk_harness import (
     whole,
 )
 from transfer import shm_peer
-from transfer.config import TransferConfig
-from transfer.engine import TransferEngine
 from transfer.errors import FrameInvalid, RegionRevoked
 from transfer.region import RegionTable
 from transfer.shm_memory import Allocation, slot_of
@@ -120,15 +118,13 @@ async def test_a_reused_slot_does_not_revive_an_old_token() -> None:
 
 
 async def test_regions_allocated_before_start_can_be_used() -> None:
-
-    owner = TransferEngine(TransferConfig(transport="shm"))
-    region = owner.allocate(64)
-    await owner.start()
     async with checked_engines("shm") as engines:
+        owner = engines.unstarted()
+        region = owner.allocate(64)
+        await owner.start()
         peer = await engines.make()
         local = peer.allocate(64)
         await peer.read(region.export("r"), whole(64), into=local, deadline_s=soon())
-    await owner.close()
 
 
 def test_allocations_are_zeroed_page_aligned_and_closed_with_their_last_region() -> None:

@@ -10,7 +10,6 @@ from pydantic import SecretStr
 
 from tests.transfer.bulk_harness import checked_engines, pattern, soon, whole
 from transfer.config import TransferConfig
-from transfer.engine import TransferEngine
 from transfer.errors import PeerUnreachable
 from transfer.token import Endpoint, Token
 from transfer.transports import choose, host_id, process_id
@@ -83,10 +82,9 @@ async def test_an_address_in_use_is_said_with_the_remedy() -> None:
     async with checked_engines("tcp") as engines:
         first = await engines.make()
         port = int(first.address.rpartition(":")[2])
-        second = TransferEngine(TransferConfig(transport="tcp", port=port))
+        second = engines.unstarted(port=port)
         with pytest.raises(PeerUnreachable, match=f"{port}.*port 0|port.*0 takes a free one"):
             await second.start()
-        await second.close()
 
 
 async def test_a_loopback_engine_is_not_reached_from_tcp() -> None:
