@@ -30,7 +30,7 @@ from transfer.errors import (
     TransferError,
     Unauthorized,
 )
-from transfer.interface import Range, Region, Rights, remaining_s
+from transfer.interface import Priority, Range, Region, Rights, remaining_s
 from transfer.io_thread import IoThread
 from transfer.loopback import LoopbackOwner, LoopbackTransport
 from transfer.ranges import plan, total_nbytes
@@ -196,24 +196,36 @@ class TransferEngine:
         )
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None:
         """Copy ranges of a peer's region into ``into``; see ``interface.Transfer``.
 
         Raises:
             TransferError: see ``transfer.errors``; the ranges of ``into`` are then undefined.
         """
-        await self._counted("r", token, ranges, into, deadline_s)
+        await self._counted("r", token, ranges, into, deadline_s, priority)
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None:
         """Copy ranges of ``source`` into a peer's region; see ``interface.Transfer``.
 
         Raises:
             TransferError: see ``transfer.errors``; the remote ranges are then undefined.
         """
-        await self._counted("w", token, ranges, source, deadline_s)
+        await self._counted("w", token, ranges, source, deadline_s, priority)
 
     async def _counted(
         self,
@@ -222,9 +234,11 @@ class TransferEngine:
         ranges: Sequence[Range],
         region: Region,
         deadline_s: float,
+        priority: Priority,
     ) -> None:
         try:
             move = self._check(right, decode_token(token), ranges, region, deadline_s)
+            move = move._replace(priority=priority)
             if move.ranges:
                 await self._move(move)
         except (TransferError, asyncio.CancelledError):

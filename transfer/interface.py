@@ -10,9 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 Rights = Literal["r", "w", "rw"]
+
+
+class Priority(IntEnum):
+    """Which of the operations that wait for one peer goes first.
+
+    ``NOW`` is for bytes that somebody waits for: a pull before a request can run. ``BACKGROUND`` is
+    for those that only have to arrive some day, such as pushes. Background work is slowed by
+    urgent work, never starved.
+    """
+
+    NOW = 0
+    BACKGROUND = 1
 
 
 class Range(NamedTuple):
@@ -82,11 +95,23 @@ class Transfer(Protocol):
         ...
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None: ...
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None: ...
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from transfer.errors import PeerUnreachable, Stale, Unauthorized
 from transfer.ranges import total_nbytes
 from transfer.region import HostRegion, RegionTable, check_spans
 from transfer.shm_memory import EngineState, gone_error
+from transfer.token import Endpoint
 from transfer.transports import Move
 
 
@@ -90,6 +91,9 @@ class LoopbackTransport:
         copy = Copy(move.region.view, region.view, move.ranges, access, to_local)
         await self._copier.copy(copy, move.deadline_s)
         owner.counters.add(bytes_served=total_nbytes(move.ranges))
+
+    def disrupt(self, endpoint: Endpoint) -> None:
+        """Nothing: within a process there is no connection that could break."""
 
     async def close(self) -> None:
         self._leave(EngineState.CLOSED)

@@ -19,6 +19,7 @@ from transfer.copier import Copier, Copy
 from transfer.errors import (
     DeadlineExceeded,
     FrameInvalid,
+    PeerLost,
     PeerUnreachable,
     TransferError,
     Unauthorized,
@@ -28,6 +29,7 @@ from transfer.region import RegionTable
 from transfer.shm_memory import ControlPage, EngineState
 from transfer.shm_owner import ShmOwner, listen_abstract
 from transfer.shm_peer import Grant, ShmAccess, ShmPeer, open_peer
+from transfer.token import Endpoint
 from transfer.transports import Move
 
 
@@ -121,6 +123,14 @@ class ShmTransport:
             raise PeerUnreachable(
                 f"the owner at {address!r} did not answer within {self._connect_timeout_s} s"
             ) from None
+
+    def disrupt(self, endpoint: Endpoint) -> None:
+        self._io.call(self._disrupt, (endpoint.shm, endpoint.incarnation))
+
+    def _disrupt(self, key: tuple[str, str]) -> None:
+        peer = self._peers.get(key)
+        if peer is not None:
+            peer.close(PeerLost(f"the connection to {key[0]} was broken on purpose"))
 
     async def close(self) -> None:
         self._control.set_state(EngineState.CLOSED)

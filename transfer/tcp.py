@@ -11,13 +11,14 @@ import asyncio
 
 from transfer.config import TransferConfig
 from transfer.counters import CounterBoard
-from transfer.errors import PeerClosed, TransferError
+from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.io_thread import IoThread
 from transfer.region import RegionTable
 from transfer.tcp_client import TcpPeer
 from transfer.tcp_operation import TcpOperation
 from transfer.tcp_server import TcpServer
 from transfer.tcp_sockets import join_address, listen
+from transfer.token import Endpoint
 from transfer.transports import Move
 
 
@@ -79,6 +80,14 @@ class TcpTransport:
         peer = self._peers.get((endpoint.tcp, endpoint.incarnation))
         if peer is not None:
             peer.forget(operation)
+
+    def disrupt(self, endpoint: Endpoint) -> None:
+        self._io.call(self._disrupt, (endpoint.tcp, endpoint.incarnation))
+
+    def _disrupt(self, key: tuple[str, str]) -> None:
+        peer = self._peers.get(key)
+        if peer is not None:
+            peer.abort(PeerLost(f"the connection to {key[0]} was broken on purpose"))
 
     async def close(self) -> None:
         await self._io.run(self._finish())

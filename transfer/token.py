@@ -12,7 +12,7 @@ import msgspec
 from transfer.errors import FrameInvalid
 from transfer.interface import Rights
 
-TOKEN_VERSION = 1
+TOKEN_VERSION = 2
 CAPABILITY_NBYTES = 16
 MAX_TOKEN_NBYTES = 1024
 
@@ -27,6 +27,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
         loopback: name inside the process; empty when not offered.
         shm: name of the abstract unix socket; empty when not offered.
         tcp: ``host:port``; empty when not offered.
+        ucx: ``host:port`` of the UCX listener; empty when not offered.
     """
 
     incarnation: str
@@ -35,6 +36,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     loopback: str = ""
     shm: str = ""
     tcp: str = ""
+    ucx: str = ""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

@@ -5,9 +5,11 @@ sockets.
 
 ::
 
-    auto:      same process ─▶ loopback      same host, region in shared memory ─▶ shm      else tcp
-    shm:       region in shared memory of this host ─▶ shm                                  else tcp
-    loopback:  same process ─▶ loopback                                          else unreachable
+    auto:      same process ─▶ loopback     same host, region in shared memory ─▶ shm
+               both sides offer ucx (auto offers it where an RDMA device exists) ─▶ ucx   else tcp
+    shm:       region in shared memory of this host ─▶ shm                                else tcp
+    ucx:       the peer offers ucx ─▶ ucx                                                 else tcp
+    loopback:  same process ─▶ loopback                                        else unreachable
     tcp:       tcp
 """
 
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from transfer.interface import Range, Rights
+from transfer.interface import Priority, Range, Rights
 from transfer.region import HostRegion
 from transfer.token import Endpoint, Token
 
@@ -33,6 +35,7 @@ class Move(NamedTuple):
     ranges: Sequence[Range]
     region: HostRegion
     deadline_s: float  # absolute, on the running loop
+    priority: Priority = Priority.NOW
 
 
 class Transport(Protocol):
@@ -45,6 +48,14 @@ class Transport(Protocol):
 
     async def move(self, move: Move) -> None:
         """Move every byte, or raise a ``TransferError``; see ``interface.Transfer``."""
+        ...
+
+    def disrupt(self, endpoint: Endpoint) -> None:
+        """Break every connection to ``endpoint`` at once, as a failing network would.
+
+        For fault injection. Operations in flight fail as they would on a real break; the next one
+        connects anew. Does nothing when there is no connection.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -81,6 +92,8 @@ def choose(transport: str, here: Endpoint, token: Token) -> str | None:
         and token.in_shared_memory
     ):
         return "shm"
+    if transport in ("auto", "ucx") and here.ucx and there.ucx:
+        return "ucx"
     if transport != "loopback" and there.tcp:
         return "tcp"
     return None

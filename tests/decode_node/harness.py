@@ -39,7 +39,7 @@ from kvstore.store import PageIdentity, PageStore, PutPage, identities
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.errors import RemoteFailed
 from transfer.identity import Role, new_identity
-from transfer.interface import Range, Region
+from transfer.interface import Priority, Range, Region
 from transfer.membership import MembershipView, NodeInfo, NodeStatus, ViewCallback
 
 S = 16
@@ -81,12 +81,24 @@ class LocalTransfer:
         raise NotImplementedError
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None:
         raise NotImplementedError
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None:
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.identity import Identity, NodeId
-from transfer.interface import Range, Region, Rights
+from transfer.interface import Priority, Range, Region, Rights
 from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus, ViewCallback
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -135,7 +135,13 @@ class FakeTransfer:
         return region
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None:
         remote = await self._remote(token, "r", deadline_s)
         self._world.reads.append(list(ranges))
@@ -148,7 +154,13 @@ class FakeTransfer:
             into.view[r.local_offset : r.local_offset + r.nbytes] = data
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None:
         remote = await self._remote(token, "w", deadline_s)
         self._world.writes.append(list(ranges))

@@ -35,7 +35,7 @@ from prefill_node.node import PrefillNode
 from tests.simulation.loop import SimLoop
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.identity import Role, new_identity
-from transfer.interface import Range, Region
+from transfer.interface import Priority, Range, Region
 from transfer.membership import MembershipView, NodeInfo, NodeStatus, ViewCallback
 
 PAGE_SIZE = 16
@@ -79,12 +79,24 @@ class LocalTransfer:
         raise NotImplementedError
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None:
         raise NotImplementedError
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None:
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ from transfer.errors import (
     Stale,
     Unauthorized,
 )
-from transfer.interface import Range, Region, Rights
+from transfer.interface import Priority, Range, Region, Rights
 from transfer.ranges import plan
 
 SILENCE_S = 2.0  # a peer that moves nothing for this long is lost
@@ -154,12 +154,24 @@ class SimTransfer:
         return self.register(bytearray(nbytes))
 
     async def read(
-        self, token: bytes, ranges: Sequence[Range], *, into: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        into: Region,
+        deadline_s: float,
+        priority: Priority = Priority.NOW,
     ) -> None:
         await self._operate("read", token, ranges, into, deadline_s)
 
     async def write(
-        self, token: bytes, ranges: Sequence[Range], *, source: Region, deadline_s: float
+        self,
+        token: bytes,
+        ranges: Sequence[Range],
+        *,
+        source: Region,
+        deadline_s: float,
+        priority: Priority = Priority.BACKGROUND,
     ) -> None:
         await self._operate("write", token, ranges, source, deadline_s)
 

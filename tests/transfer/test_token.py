@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from transfer.errors import FrameInvalid
-from transfer.token import MAX_TOKEN_NBYTES, Endpoint, Token, decode_token, encode_token
+from transfer.token import (
+    MAX_TOKEN_NBYTES,
+    TOKEN_VERSION,
+    Endpoint,
+    Token,
+    decode_token,
+    encode_token,
+)
 
 TOKEN = Token(
-    version=1,
+    version=TOKEN_VERSION,
     endpoint=Endpoint("life", "process", "host", "local-1", "kvferry/x", "127.0.0.1:1"),
     region_id=65536,
     nbytes=4096,
@@ -28,7 +35,8 @@ def test_a_token_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"version": 2}, {"nbytes": -1}, {"capability": b"short"}, {"rights": "x"}]
+    "changes",
+    [{"version": TOKEN_VERSION + 1}, {"nbytes": -1}, {"capability": b"short"}, {"rights": "x"}],
 )
 def test_impossible_tokens_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(FrameInvalid):
