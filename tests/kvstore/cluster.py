@@ -15,6 +15,8 @@ from transfer.channel import Network
 from transfer.identity import Role, new_identity
 from transfer.interface import Transfer
 
+PATIENT_LEASE_S = 30.0  # a test process may stand still for seconds on a busy machine
+
 
 class StoreCluster:
     """Owns what it made; ``close`` checks the nodes' invariants and closes everything.
@@ -55,7 +57,7 @@ class StoreCluster:
     async def node(self, name: str = "store-0", config: StoreConfig | None = None) -> StoreNode:
         """Start one store node."""
         node = StoreNode(
-            config or StoreConfig(segment_nbytes=4096 * SPEC.page_nbytes),
+            config or StoreConfig(segment_nbytes=4096 * SPEC.page_nbytes, lease_s=PATIENT_LEASE_S),
             identity=new_identity(Role.STORE, name),
             network=self.network(),
             transfer=await self.transfer(),
