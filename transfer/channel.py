@@ -17,7 +17,7 @@ Guarantees, on every implementation:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -26,6 +26,12 @@ from transfer.identity import Identity
 PROTOCOL_VERSION = 1
 PING_INTERVAL_S = 0.5  # while anything is outstanding on a channel
 LIVENESS_S = 2.0  # silence after which a peer counts as lost
+
+MAX_FACTS = 64  # of one kind that a peer may state of itself; all others keep them
+
+FactName = Annotated[str, msgspec.Meta(max_length=128)]
+FactValue = Annotated[str, msgspec.Meta(max_length=1024)]
+Facts = Annotated[dict[FactName, FactValue], msgspec.Meta(max_length=MAX_FACTS)]
 
 M = TypeVar("M", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct)
@@ -40,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: Identity
     protocol: int = PROTOCOL_VERSION
-    contract: dict[str, str] = {}
+    contract: Facts = {}
 
 
 class Caller(NamedTuple):

@@ -11,11 +11,14 @@ node id so that every reader iterates in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
+from transfer.channel import MAX_FACTS, FactName, Facts
 from transfer.identity import Identity, NodeId, Role
+
+Gauges = Annotated[dict[FactName, float], msgspec.Meta(max_length=4 * MAX_FACTS)]
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +33,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     identity: Identity
-    address: str
-    transport: str = ""
-    contract: dict[str, str] = {}
-    labels: dict[str, str] = {}
+    address: Annotated[str, msgspec.Meta(max_length=1024)]
+    transport: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    contract: Facts = {}
+    labels: Facts = {}
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +46,12 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
         draining: takes no new work.
         gauges: load as numbers: ``num_running``, ``num_waiting``, ``num_tokens_waiting``,
             ``num_pages``, ``num_free_pages`` (what new work may take: free, or evictable) ...
+        counters: totals that only grow in one incarnation: ``transfer_bytes_read`` ...
     """
 
     draining: bool = False
-    gauges: dict[str, float] = {}
+    gauges: Gauges = {}
+    counters: Gauges = {}
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,10 @@ The life of a node id::
       └─ no heartbeat for LEASE_TTL_S
 
 Invariants: all live members that state a contract fact state the same value (the first one sets
-it; it is forgotten with the last member that states it). ``version`` rises with every view that
-is published; members and ``draining`` are published at once, changes of gauges alone at most every
-``GAUGE_INTERVAL_S``.
+it; it is forgotten with the last member that states it). What all members say of themselves takes
+at most ``MAX_VIEW_NBYTES``, so that one talkative member cannot cut the others off from the view.
+``version`` rises with every view that is published; members and ``draining`` are published at
+once, changes of gauges alone at most every ``GAUGE_INTERVAL_S``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transfer.errors import HelloRefused, RemoteFailed
 from transfer.identity import Incarnation, NodeId
 from transfer.lazy_timer import LazyTimer
 from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
+from transfer.rpc_frames import MAX_FRAME_NBYTES, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ HEARTBEAT_S = 0.5
 GAUGE_INTERVAL_S = 0.5
 OWN_PAUSE_S = 0.5  # a timer this late means that the registry's process stood still
 MAX_MEMBERS = 4096
+MAX_WATCHERS = 2 * MAX_MEMBERS  # every member, and those who only look on
+MAX_VIEW_NBYTES = MAX_FRAME_NBYTES // 2  # a view travels as one frame
+_SEAT_NBYTES = 128  # of a member in a view, beside what it says
 
 REFUSED = "contract"  # RemoteFailed code of a registration that does not fit
 
@@ -78,6 +83,7 @@ class _Seat(msgspec.Struct, kw_only=True):
     info: NodeInfo
     status: NodeStatus
     heard_s: float
+    nbytes: int  # in an encoded view
 
 
 def _check_own(node_id: NodeId, incarnation: Incarnation, caller: Caller) -> None:
@@ -99,6 +105,7 @@ class Registry:
         self.num_expired = 0
         self._lease_ttl_s = lease_ttl_s
         self._seats: dict[NodeId, _Seat] = {}
+        self._nbytes = 0  # of all seats
         self._gauges_changed = False
         self._published_s = 0.0
         self._listeners: list[Callable[[], None]] = []
@@ -119,19 +126,29 @@ class Registry:
             self._check_contract(info, seat.info)
         if len(others) >= MAX_MEMBERS:
             raise HelloRefused(f"the registry holds {MAX_MEMBERS} members, its maximum")
-        self._seats[node_id] = _Seat(info=info, status=status, heard_s=now_s)
+        nbytes = self._nbytes_with(node_id, info, status)
+        self._remove(node_id)
+        self._seats[node_id] = _Seat(info=info, status=status, heard_s=now_s, nbytes=nbytes)
+        self._nbytes += nbytes
         self._publish(now_s)
 
     def heartbeat(
         self, now_s: float, node_id: NodeId, incarnation: Incarnation, status: NodeStatus
     ) -> Outcome:
-        """Renew a lease; ``unknown`` asks the node to register again."""
+        """Renew a lease; ``unknown`` asks the node to register again.
+
+        Raises:
+            HelloRefused: the view would become too long; the lease is renewed, the status is not.
+        """
         seat = self._seats.get(node_id)
         if seat is None:
             return "unknown"
         if seat.info.identity.incarnation != incarnation:
             return "superseded"
-        before, seat.status, seat.heard_s = seat.status, status, now_s
+        seat.heard_s = now_s
+        nbytes = self._nbytes_with(node_id, seat.info, status)
+        self._nbytes += nbytes - seat.nbytes
+        before, seat.status, seat.nbytes = seat.status, status, nbytes
         if before.draining != status.draining:
             self._publish(now_s)
         elif before.gauges != status.gauges:
@@ -146,7 +163,7 @@ class Registry:
             return "unknown"
         if seat.info.identity.incarnation != incarnation:
             return "superseded"
-        del self._seats[node_id]
+        self._remove(node_id)
         self._publish(now_s)
         return "ok"
 
@@ -156,7 +173,7 @@ class Registry:
             id_ for id_, seat in self._seats.items() if now_s >= seat.heard_s + self._lease_ttl_s
         )
         for id_ in expired:
-            del self._seats[id_]
+            self._remove(id_)
         self.num_expired += len(expired)
         gauges_due = self._gauges_changed and now_s >= self._published_s + GAUGE_INTERVAL_S
         if expired or gauges_due:
@@ -188,6 +205,22 @@ class Registry:
             for _, seat in sorted(self._seats.items())
         )
         return MembershipView(version=self.version, members=members)
+
+    def _remove(self, node_id: NodeId) -> None:
+        seat = self._seats.pop(node_id, None)
+        self._nbytes -= 0 if seat is None else seat.nbytes
+
+    def _nbytes_with(self, node_id: NodeId, info: NodeInfo, status: NodeStatus) -> int:
+        """Return the size of a seat; HelloRefused when the view has no room for it."""
+        nbytes = _SEAT_NBYTES + len(encode_message(info)) + len(encode_message(status))
+        present = self._seats.get(node_id)
+        others_nbytes = self._nbytes - (0 if present is None else present.nbytes)
+        if others_nbytes + nbytes > MAX_VIEW_NBYTES:
+            raise HelloRefused(
+                f"{node_id} says {nbytes} bytes of itself, the other members {others_nbytes}: "
+                f"together at most {MAX_VIEW_NBYTES}; state fewer labels and gauges"
+            )
+        return nbytes
 
     def _check_contract(self, new: NodeInfo, live: NodeInfo) -> None:
         both = sorted(new.contract.keys() & live.contract.keys())
@@ -246,10 +279,12 @@ class RegistryService:
         return Answer(outcome="ok")
 
     async def _heartbeat(self, message: Heartbeat, caller: Caller) -> Answer:
-        _check_own(message.node_id, message.incarnation, caller)
-        outcome = self._registry.heartbeat(
-            self._now_s(), message.node_id, message.incarnation, message.status
-        )
+        node_id, incarnation = message.node_id, message.incarnation
+        _check_own(node_id, incarnation, caller)
+        try:
+            outcome = self._registry.heartbeat(self._now_s(), node_id, incarnation, message.status)
+        except HelloRefused as error:
+            raise RemoteFailed(REFUSED, str(error)) from error
         return Answer(outcome=outcome)
 
     async def _leave(self, message: Leave, caller: Caller) -> Answer:
@@ -258,6 +293,8 @@ class RegistryService:
         return Answer(outcome=outcome)
 
     async def _watch(self, message: Watch, caller: Caller) -> AsyncIterator[MembershipView]:
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise RemoteFailed("overloaded", f"{MAX_WATCHERS} watch the registry already")
         changed = asyncio.Event()
         self._watchers[changed] = None
         try:

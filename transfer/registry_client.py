@@ -94,6 +94,7 @@ class RegistryMembership:
         self._connected = False
         self._superseded = False
         self._left = False
+        self._stopping = False  # a cancellation alone is lost when the channel fails at that moment
 
     @property
     def view(self) -> MembershipView:
@@ -147,7 +148,7 @@ class RegistryMembership:
 
     def abort(self) -> None:
         """Stop at once, without deregistering: the lease runs out. Idempotent."""
-        self._left = True
+        self._left = self._stopping = True
         self._connected = False
         if self._task is not None:
             self._task.cancel()
@@ -178,20 +179,24 @@ class RegistryMembership:
 
     async def _stop(self) -> None:
         task, self._task = self._task, None
+        self._stopping = True
         self._connected = False
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
     async def _run(self) -> None:
-        """Keep the seat until cancelled."""
+        """Keep the seat until ``_stopping``.
+
+        A task group whose child fails in the same turn of the loop in which its owner is cancelled
+        raises the failure: the cancellation is lost (CPython before 3.13).
+        """
         loop = asyncio.get_running_loop()
         backoff_s = BACKOFF_MIN_S
         next_log_s = loop.time()
-        while True:
+        while not self._stopping:
             try:
                 await self._connect()
-                backoff_s, next_log_s = BACKOFF_MIN_S, loop.time()
                 await self._keep_seat()
             except HelloRefused as error:
                 if self._give_up(error):
@@ -199,12 +204,16 @@ class RegistryMembership:
                 logger.error("registration is refused, trying again: %s", error)
                 backoff_s = BACKOFF_MAX_S
             except TransferError as error:
+                if self._connected:  # it had a seat: start over
+                    backoff_s, next_log_s = BACKOFF_MIN_S, loop.time()
                 if loop.time() >= next_log_s:
                     next_log_s = loop.time() + LOG_EVERY_S
                     text = "%s waits for the registry at %s (%s); %s"
                     args = (self._identity.node_id, self._address, error, self._remedy())
                     logger.warning(text, *args)
             self._connected = False
+            if self._stopping:
+                return
             self._drop_channel()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from transfer.channel import Hello
+from transfer.decoding import decode_foreign
 from transfer.errors import (
     DeadlineExceeded,
-    FrameInvalid,
     PeerClosed,
     PeerLost,
     PeerUnreachable,
@@ -209,12 +210,8 @@ class RpcChannel:
         self._after([])
 
     def _decode(self, payload: bytes, type_: Any) -> Any:
-        try:
-            return msgspec.msgpack.decode(payload, type=type_)
-        except msgspec.MsgspecError as error:
-            raise FrameInvalid(
-                f"answer of {self._address} does not decode as {type_}: {error}"
-            ) from error
+        decode = partial(msgspec.msgpack.decode, type=type_)
+        return decode_foreign(payload, decode, f"an answer of {self._address}")
 
     def _after(self, events: list[ClientEvent]) -> None:
         """Perform what the core decided: frames out, events in, timer set."""

@@ -13,22 +13,28 @@ One frame on the wire::
 
 A frame with another version, a wrong checksum or a body that does not decode raises
 ``FrameInvalid``; the state machines count and drop it, so corruption looks like loss.
+
+What a peer can make this side hold is bounded: frames in bytes, lists in items *before* they are
+built (a list of small numbers takes thirty times its bytes), texts in characters.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
 from transfer.channel import Hello
+from transfer.decoding import decode_foreign
 from transfer.errors import FrameInvalid
 
 FRAME_VERSION = 1
 MAX_FRAME_NBYTES = 16 << 20
+MAX_HELLO_NBYTES = 64 << 10  # a frame of somebody who has not said hello yet
+MAX_TEXT_NCHARS = 1000  # of an error or a reason: names that a peer sent are quoted in them
 MAX_OUTSTANDING = 4096  # requests and streams on one channel at one time
 MAX_CONNECTIONS = 4096  # channels served by one listener; the longest idle one gives way
 STREAM_WINDOW = 64  # items that a stream may be ahead of its consumer
@@ -37,6 +43,10 @@ HELLO_RETRY_MAX_S = 1.0
 OWN_PAUSE_S = 0.5  # a timer this late means that our own process stood still, not the peer
 
 _HEADER = struct.Struct("<BQ")
+
+
+Outstanding = Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MAX_OUTSTANDING)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=MAX_OUTSTANDING)]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +126,7 @@ class Ping(Frame, frozen=True, array_like=True, tag=11):
     """
 
     nonce: int
-    outstanding: list[tuple[int, int]]
+    outstanding: Outstanding
 
 
 class Pong(Frame, frozen=True, array_like=True, tag=12):
@@ -126,7 +136,7 @@ class Pong(Frame, frozen=True, array_like=True, tag=12):
     """
 
     nonce: int
-    unknown: list[int]
+    unknown: Ids
 
 
 class Goodbye(Frame, frozen=True, array_like=True, tag=13):
@@ -191,11 +201,13 @@ def decode_frame(data: bytes) -> AnyFrame:
     body = memoryview(data)[_HEADER.size :]
     if xxhash.xxh3_64_intdigest(body) != checksum:
         raise FrameInvalid("checksum of the frame is wrong")
-    try:
-        frame: AnyFrame = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FrameInvalid(f"frame does not decode: {error}") from error
+    frame: AnyFrame = decode_foreign(body, _decoder.decode, "a frame")
     return frame
+
+
+def clip(text: str) -> str:
+    """Return ``text``, or its beginning: whatever is quoted in it, it fits into a frame."""
+    return text if len(text) <= MAX_TEXT_NCHARS else f"{text[:MAX_TEXT_NCHARS]}..."
 
 
 def type_name(message_type: type[msgspec.Struct]) -> str:
@@ -223,6 +235,7 @@ def hello_conflict(ours: Hello, theirs: Hello) -> str | None:
     if not differing:
         return None
     return (
-        f"peers differ: {_describe(ours, differing)} against {_describe(theirs, differing)}; "
+        f"peers differ: {clip(_describe(ours, differing))} against "
+        f"{clip(_describe(theirs, differing))}; "
         "start both with the same model, page settings and kvferry version"
     )

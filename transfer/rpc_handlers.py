@@ -15,12 +15,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from transfer.channel import Caller, Hello, RequestHandler, Service, StreamHandler
-from transfer.errors import RemoteFailed
+from transfer.decoding import decode_foreign
+from transfer.errors import FrameInvalid, RemoteFailed
 from transfer.lazy_timer import LazyTimer
 from transfer.rpc_frames import MAX_CONNECTIONS, Goodbye, encode_frame, encode_message, type_name
 from transfer.rpc_server import Called, Credited, Dropped, Gone, ServerCore, ServerEvent
@@ -175,9 +177,10 @@ class RpcServer:
             connection.core.fail(call.id, "unknown_message", text)
             return
         try:
-            message = msgspec.msgpack.decode(call.payload, type=message_type)
-        except msgspec.MsgspecError as error:
-            connection.core.fail(call.id, "bad_message", f"{call.name}: {error}")
+            decode = partial(msgspec.msgpack.decode, type=message_type)
+            message = decode_foreign(call.payload, decode, call.name)
+        except FrameInvalid as error:
+            connection.core.fail(call.id, "bad_message", str(error))
             return
         caller = Caller(peer, self._loop.time() + call.timeout_s)
         if call.is_stream:

@@ -11,7 +11,8 @@ where it matters, appends frames to ``outbox`` and returns events.
        │ Hello does not fit: HelloRefused                                  ▲
        └───────────────────────────────────────────────────────────────────┘
 
-Invariants: an id runs at most once, whatever is delivered twice; each id that leaves ``running``
+Invariants: an id runs at most once, whatever is delivered twice; a stream is never more than
+``STREAM_WINDOW`` items ahead, whatever the client grants; each id that leaves ``running``
 other than by ``reply``, ``end`` or ``fail`` gives one ``Dropped``; no timer is wanted while nothing
 runs.
 """
@@ -27,8 +28,10 @@ from transfer.channel import LIVENESS_S, PING_INTERVAL_S, Hello
 from transfer.errors import FrameInvalid
 from transfer.identity import Identity
 from transfer.rpc_frames import (
+    MAX_HELLO_NBYTES,
     MAX_OUTSTANDING,
     OWN_PAUSE_S,
+    STREAM_WINDOW,
     AnyFrame,
     Cancel,
     Credit,
@@ -44,6 +47,7 @@ from transfer.rpc_frames import (
     Pong,
     Reply,
     Request,
+    clip,
     decode_frame,
     encode_frame,
     hello_conflict,
@@ -107,6 +111,12 @@ class ServerCore:
 
     def on_frame(self, now_s: float, data: bytes) -> list[ServerEvent]:
         """Take one frame from the client."""
+        if self.gone:
+            self.counters["after_close"] += 1
+            return []
+        if self.peer is None and len(data) > MAX_HELLO_NBYTES:
+            self.counters["invalid"] += 1
+            return []
         try:
             frame = decode_frame(data)
         except FrameInvalid:
@@ -127,6 +137,9 @@ class ServerCore:
             return self.leave("refused")
         if self.peer is not None:
             self.counters["duplicate_hello"] += 1
+            if self.peer != theirs.identity:
+                goodbye = Goodbye("a channel keeps the identity of its first hello", orderly=False)
+                return self.leave("changed its identity", goodbye)
         self.peer = theirs.identity
         self._send(HelloAccepted(self._hello))
         return []
@@ -158,7 +171,7 @@ class ServerCore:
         if len(self._running) >= MAX_OUTSTANDING:
             self._send(Failed(frame.id, "overloaded", f"{MAX_OUTSTANDING} calls are running"))
             return []
-        self._running[frame.id] = _Running(frame.window > 0, frame.window)
+        self._running[frame.id] = _Running(frame.window > 0, min(frame.window, STREAM_WINDOW))
         return [Called(frame.id, frame.name, frame.payload, frame.timeout_s, frame.window > 0)]
 
     def _on_ping(self, frame: Ping) -> list[ServerEvent]:
@@ -174,7 +187,10 @@ class ServerCore:
 
     def _grant(self, id_: int, granted: int) -> list[ServerEvent]:
         call = self._running.get(id_)
-        if call is None or granted <= call.granted:
+        if call is None:
+            return []
+        granted = min(granted, call.num_sent + STREAM_WINDOW)  # nobody has consumed what is unsent
+        if granted <= call.granted:
             return []
         call.granted = granted
         return [Credited(id_)]
@@ -219,7 +235,7 @@ class ServerCore:
     def fail(self, id_: int, code: str, message: str) -> None:
         """Answer a request, or end a stream, with an error."""
         if self._running.pop(id_, None) is not None:
-            self._send(Failed(id_, code, message))
+            self._send(Failed(id_, clip(code), clip(message)))
 
     def probe(self) -> None:
         """Send a frame that means nothing, to find out whether the wire still has a far end."""

@@ -6,11 +6,15 @@ counts as a lost peer), names are resolved and connections made on ZeroMQ's own 
 
 A broken connection is noticed at once: a DEALER's monitor reports it; a ROUTER's monitor makes
 the listener send every client an empty frame, and those that have gone are refused by the socket
-(``ROUTER_MANDATORY``). Silence without a break is noticed by the protocol's own liveness.
+(``ROUTER_MANDATORY``). Silence without a break is noticed by the protocol's own liveness. However
+often strangers connect and leave, clients are asked at most once every ``RECHECK_S``.
 
 Security: only addresses of this machine are bound unless ``allow_remote``, which needs a secret.
 With a ``secret``, CURVE encrypts every channel; the server's key pair is derived from the secret,
 and CURVE never shows a server's public key, so only holders of the secret complete the handshake.
+Who has not completed it within ``HANDSHAKE_LIMIT_MS`` is cut off. One bound is not ours to set:
+ZeroMQ limits a frame, not the number of frames in one message that never ends, so a peer that
+*has* completed it and speaks the wire protocol by hand can make this process buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ from transfer.zmq_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_FRAMES = 8192  # per socket and direction
+MAX_QUEUED_FRAMES = 8192  # to one peer: all answers to MAX_OUTSTANDING requests, and as many again
+MAX_UNREAD_FRAMES = 64  # of one peer, while the loop is busy; then its own queue fills
+HANDSHAKE_LIMIT_MS = 5000  # for a connection to become one of ours
 GOODBYE_LINGER_MS = 50  # how long an orderly close may still flush
 RECONNECT_MS = 50  # while a listener is not up yet
 RECONNECT_MAX_MS = 500
@@ -108,6 +114,7 @@ class ZmqListener:
         self.server = RpcServer(service, hello, self._send)
         self._socket = LoopSocket(socket, self._on_message, self._on_break)
         self._recheck: asyncio.TimerHandle | None = None
+        self._broke = False  # since the clients were last asked
         self._closed = False
 
     @property
@@ -127,12 +134,14 @@ class ZmqListener:
             self.server.counters["invalid"] += 1
 
     def _on_break(self) -> None:
-        self.server.probe()
-        if self._recheck is None:  # the socket may learn of the break a little later
-            self._recheck = self._loop.call_later(RECHECK_S, self._probe_again)
+        self._broke = True
+        if self._recheck is None:
+            self._probe()
 
-    def _probe_again(self) -> None:
-        self._recheck = None
+    def _probe(self) -> None:
+        """Ask now, and a second time: the socket may learn of a break a little later."""
+        broke, self._broke = self._broke, False
+        self._recheck = self._loop.call_later(RECHECK_S, self._probe) if broke else None
         self.server.probe()
 
     async def close(self) -> None:
@@ -141,18 +150,22 @@ class ZmqListener:
             self.server.shutdown()
             self._release_port()
         await self.server.close()
-        self._socket.close(linger_ms=GOODBYE_LINGER_MS)
+        self._release_socket(GOODBYE_LINGER_MS)
 
     def abort(self) -> None:
         """Stop at once; idempotent."""
         if not self._closed:
             self._release_port()
         self.server.abort()
-        self._socket.close(linger_ms=0)
+        self._release_socket(0)
+
+    def _release_socket(self, linger_ms: int) -> None:
+        """Close the socket, then be forgotten: the network waits for every socket it forgot."""
+        self._socket.close(linger_ms=linger_ms)
+        self._network.forget_listener(self)
 
     def _release_port(self) -> None:
         self._closed = True
-        self._network.forget_listener(self)
         if self._recheck is not None:
             self._recheck.cancel()
         self._raw.unbind(self._endpoint)  # before close, so that the port is free at once
@@ -276,7 +289,8 @@ class ZmqNetwork:
         socket: zmq.Socket[Any] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
-        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+        socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_FRAMES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         return socket

@@ -264,6 +264,22 @@ async def test_an_aborted_network_leaves_no_descriptor() -> None:
     await descriptors_return_to(before + 1)
 
 
+async def test_an_abort_in_the_middle_of_a_close_ends_it() -> None:
+    server, client = ZmqNetwork(), ZmqNetwork()
+    service = TestService()
+    async with talking(server, client, service) as (_, channel):
+        request = asyncio.ensure_future(channel.request(Hang(), Told, deadline_s=soon(60)))
+        await asyncio.wait_for(service.started.wait(), 20)
+        closing = asyncio.ensure_future(server.close())
+        await asyncio.sleep(0)  # it now awaits the handler that it cancelled
+        assert not closing.done()
+        server.abort()  # hung for good when the closing listener was forgotten with its socket open
+        await closing
+        with pytest.raises((PeerClosed, PeerLost)):
+            await request
+    await client.close()
+
+
 @pytest.fixture
 def quiet_loop() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
