@@ -67,6 +67,7 @@ class Cluster:
     transport: str
     model: str
     options: dict[str, list[str]] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     procs: dict[str, Proc] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                env=os.environ | {"KVFERRY_HOME": str(self.directory / "home")},
+                env=os.environ | {"KVFERRY_HOME": str(self.directory / "home")} | self.env,
             )
         proc = Proc(name, role, popen, log, argv)
         self.procs[name] = proc
@@ -197,9 +198,10 @@ def running(
     transport: str = "tcp",
     model: str = "fake",
     options: dict[str, list[str]] | None = None,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Cluster]:
     """Start a cluster, wait until it is ready, and leave nothing running."""
-    cluster = Cluster(directory, transport, model, options or {})
+    cluster = Cluster(directory, transport, model, options or {}, env or {})
     try:
         cluster.start("gateway")
         roles = {"store": store, "prefill": prefill, "decode": decode}
