@@ -2,8 +2,8 @@
 
 Owns the table of live regions of one engine and the owner-side check of every foreign request.
 Knows no sockets. Invariants: a region id is never used twice in one incarnation; a capability
-grants exactly one set of rights on one region; once ``revoke`` has returned, no loopback or tcp
-peer touches the memory any more (shm peers notice within one piece and fail).
+grants exactly one set of rights on one region; once ``revoke`` has returned, no peer touches the
+memory any more (memory in which an shm peer was stopped is left behind for it, ``shm_memory``).
 
 A region may be a part of another: registering a slice of what ``allocate`` returned gives a
 region of its own, with its own capabilities, that is still reached through shared memory.
@@ -11,25 +11,34 @@ region of its own, with its own capabilities, that is still reached through shar
 
 from __future__ import annotations
 
-import os
+import logging
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from hmac import compare_digest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from transfer.buffers import address_of, flat_view
+from transfer.buffers import address_of, device_memory_of, flat_view
+from transfer.device_memory import DeviceMemory
 from transfer.errors import FrameInvalid, RegionRevoked, Unauthorized
 from transfer.gate import Gate
 from transfer.interface import Rights
-from transfer.shm_memory import MAX_REGIONS, Allocation, ControlPage, slot_of
+from transfer.shm_control import MAX_REGIONS, ControlPage, slot_of
+from transfer.shm_files import opened_again
+from transfer.shm_memory import Allocation
 from transfer.token import CAPABILITY_NBYTES
 
+_LOG = logging.getLogger(__name__)
+
+# One text for an unknown region and a wrong capability: a guess learns nothing from it.
+_NOT_OURS = "the token opens no region here"
 Spans = list[tuple[int, int]]  # (offset, nbytes)
+AnyRegion = TypeVar("AnyRegion", bound="RegisteredRegion")
 
 
 class SharedPlace(NamedTuple):
-    """Where a region lies in a memfd. ``fd`` is a duplicate: whoever asked closes it."""
+    """Where a region lies in a memfd. Whoever asked closes ``fd``."""
 
     fd: int
     file_id: int
@@ -37,26 +46,32 @@ class SharedPlace(NamedTuple):
     offset: int
 
 
-class HostRegion:
-    """Host memory known to one engine. Made by ``RegionTable`` only."""
+class RegisteredRegion(ABC):
+    """Memory known to one engine, wherever it lies. Made by ``RegionTable`` only.
 
-    def __init__(
-        self, region_id: int, view: memoryview, table: RegionTable, allocation: Allocation | None
-    ) -> None:
+    Attributes:
+        gate: whoever touches the memory is inside; closed for good by ``revoke``.
+        revoking: held by ``revoke`` from its beginning to its end.
+        readonly: nothing can be written into the memory, neither by a peer nor by a read.
+    """
+
+    def __init__(self, region_id: int, table: RegionTable, *, nbytes: int, readonly: bool) -> None:
         self.region_id = region_id
         self.gate = Gate()
-        self.allocation = allocation
-        self._view = view
+        self.revoking = threading.Lock()
+        self.readonly = readonly
+        self._nbytes = nbytes
         self._table = table
         self._capabilities: dict[Rights, bytes] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._view.nbytes
+        return self._nbytes
 
     @property
+    @abstractmethod
     def view(self) -> memoryview:
-        return self._view
+        """The bytes, where the host can address them."""
 
     @property
     def revoked(self) -> bool:
@@ -65,7 +80,7 @@ class HostRegion:
     @property
     def in_shared_memory(self) -> bool:
         """True when peers on this host can map it."""
-        return self.allocation is not None and self.allocation.fd is not None
+        return False
 
     def export(self, rights: Rights) -> bytes:
         """Return a token with ``rights``; equal rights give equal tokens.
@@ -76,7 +91,7 @@ class HostRegion:
         """
         if self.revoked:
             raise RegionRevoked(f"region {self.region_id} is revoked; register it again")
-        if "w" in rights and self._view.readonly:
+        if "w" in rights and self.readonly:
             raise Unauthorized("cannot grant writing: the buffer is read-only")
         capability = self._capabilities.get(rights)
         if capability is None:
@@ -97,7 +112,41 @@ class HostRegion:
         return granted
 
 
-TokenEncoder = Callable[[HostRegion, Rights, bytes], bytes]
+class HostRegion(RegisteredRegion):
+    """Host memory, private or in a memfd."""
+
+    def __init__(
+        self, region_id: int, table: RegionTable, view: memoryview, allocation: Allocation | None
+    ) -> None:
+        super().__init__(region_id, table, nbytes=view.nbytes, readonly=view.readonly)
+        self.allocation = allocation
+        self._view = view
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
+
+    @property
+    def in_shared_memory(self) -> bool:
+        return self.allocation is not None and self.allocation.fd is not None
+
+
+class DeviceRegion(RegisteredRegion):
+    """Memory of a device, which the host cannot address."""
+
+    def __init__(self, region_id: int, table: RegionTable, memory: DeviceMemory) -> None:
+        super().__init__(region_id, table, nbytes=memory.nbytes, readonly=memory.readonly)
+        self.memory = memory
+
+    @property
+    def view(self) -> memoryview:
+        raise TypeError(
+            f"a region on {self.memory.device} has no view: use the tensor that was registered, "
+            "or read the region into host memory"
+        )
+
+
+TokenEncoder = Callable[[RegisteredRegion, Rights, bytes], bytes]
 
 
 class RegionTable:
@@ -107,7 +156,7 @@ class RegionTable:
         self.encode = encode
         self._control: ControlPage | None = None
         self._lock = threading.Lock()
-        self._regions: dict[int, HostRegion] = {}
+        self._regions: dict[int, RegisteredRegion] = {}
         self._free_slots: list[int] = []
         self._num_made = 0
         self._next_slot = 0
@@ -120,56 +169,97 @@ class RegionTable:
             for region_id in self._regions:
                 control.publish(region_id)
 
-    def register(self, buffer: object) -> HostRegion:
-        view = flat_view(buffer)
-        return self._add(view, self._allocation_around(view))
+    def register(self, buffer: object) -> RegisteredRegion:
+        """Return a region over ``buffer``; see ``TransferEngine.register``."""
+        memory = device_memory_of(buffer)
+        if memory is not None:
+            return self.register_device(memory)
+        return self.register_host(flat_view(buffer))
+
+    def register_host(self, view: memoryview) -> HostRegion:
+        with self._lock:  # from looking to holding: another thread may revoke its last region
+            allocation = self._allocation_around(view)
+            return self._publish(HostRegion(self._next_id(), self, view, allocation))
+
+    def register_device(self, memory: DeviceMemory) -> DeviceRegion:
+        with self._lock:
+            return self._publish(DeviceRegion(self._next_id(), self, memory))
 
     def allocate(self, nbytes: int, *, shared: bool) -> HostRegion:
         if nbytes <= 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         allocation = Allocation(nbytes, shared=shared)
-        region = self._add(allocation.view, allocation)
         with self._lock:
+            region = self._publish(HostRegion(self._next_id(), self, allocation.view, allocation))
             self._allocations.append(allocation)
         return region
 
     def _allocation_around(self, view: memoryview) -> Allocation | None:
+        """Return the allocation that ``view`` is a part of. Call it under the lock."""
         address = address_of(view)
-        with self._lock:
-            for allocation in self._allocations:
-                if address and allocation.offset_of(address, view.nbytes) is not None:
-                    return allocation
+        for allocation in self._allocations:
+            if address and allocation.offset_of(address, view.nbytes) is not None:
+                return allocation
         return None
 
-    def _add(self, view: memoryview, allocation: Allocation | None) -> HostRegion:
-        with self._lock:
-            if self._free_slots:
-                slot = self._free_slots.pop()
-            else:
-                slot = self._next_slot
-                assert slot < MAX_REGIONS, f"more than {MAX_REGIONS} live regions"
-                self._next_slot += 1
-            self._num_made += 1
-            region_id = self._num_made << 16 | slot
-            region = HostRegion(region_id, view, self, allocation)
-            self._regions[region_id] = region
-            if allocation is not None:
-                allocation.hold()
-            if self._control is not None:
-                self._control.publish(region_id)
+    def _next_id(self) -> int:
+        """Return an id that was never used. Call it under the lock."""
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot = self._next_slot
+            assert slot < MAX_REGIONS, f"more than {MAX_REGIONS} live regions"
+            self._next_slot += 1
+        self._num_made += 1
+        return self._num_made << 16 | slot
+
+    def _publish(self, region: AnyRegion) -> AnyRegion:
+        """From now on peers may use the region. Call it under the lock."""
+        self._regions[region.region_id] = region
+        if isinstance(region, HostRegion) and region.allocation is not None:
+            region.allocation.hold()
+        if self._control is not None:
+            self._control.publish(region.region_id)
         return region
 
-    def revoke(self, region: HostRegion) -> None:
+    def revoke(self, region: RegisteredRegion) -> None:
+        with region.revoking:  # whoever comes second returns no sooner than the first
+            self._revoke(region)
+
+    def _revoke(self, region: RegisteredRegion) -> None:
         with self._lock:
             if self._regions.pop(region.region_id, None) is None:
                 return
             if self._control is not None:
                 self._control.withdraw(region.region_id)
             self._free_slots.append(slot_of(region.region_id))
-            if region.allocation is not None:
-                region.allocation.release()
-                self._allocations = [a for a in self._allocations if a.in_use]
         region.gate.close()
+        if isinstance(region, HostRegion) and region.allocation is not None:
+            self._give_up(region.region_id, region.allocation)
+
+    def _give_up(self, region_id: int, allocation: Allocation) -> None:
+        """Part with memory that peers may have mapped, once none of them touches the region."""
+        is_empty = self._control is None or self._control.wait_until_empty(region_id)
+        with self._lock:
+            if not is_empty:
+                self._leave_behind(allocation)
+            allocation.release()
+            self._allocations = [a for a in self._allocations if a.in_use]
+
+    def _leave_behind(self, allocation: Allocation) -> None:
+        """A peer that was stopped inside may go on at any time: leave the file to it."""
+        assert self._control is not None, "waited for peers without a control page"
+        for region in self._regions.values():
+            if isinstance(region, HostRegion) and region.allocation is allocation:
+                self._control.move_away(region.region_id)
+        if allocation.leave_behind():
+            _LOG.warning("a peer stopped while it copied: the memory was left behind for it")
+        else:
+            _LOG.error(
+                "a peer stopped while it copied and may still touch the revoked memory: do not "
+                "reuse its %d bytes, release them",
+                allocation.nbytes,
+            )
 
     def revoke_all(self) -> None:
         with self._lock:
@@ -178,9 +268,11 @@ class RegionTable:
             self.revoke(region)
 
     def owns(self, region: object) -> bool:
-        return isinstance(region, HostRegion) and region._table is self
+        return isinstance(region, RegisteredRegion) and region._table is self
 
-    def authorize(self, region_id: int, capability: bytes, right: Rights | None) -> HostRegion:
+    def authorize(
+        self, region_id: int, capability: bytes, right: Rights | None
+    ) -> RegisteredRegion:
         """Return the region if ``capability`` grants ``right`` (None: anything) on it.
 
         Raises:
@@ -191,31 +283,30 @@ class RegionTable:
             region = self._regions.get(region_id)
             existed = 0 < region_id >> 16 <= self._num_made
         if region is None:
-            raise (
-                RegionRevoked("the region was revoked")
-                if existed
-                else Unauthorized("no such region")
-            )
+            raise (RegionRevoked("the region was revoked") if existed else Unauthorized(_NOT_OURS))
         granted = region.rights_of(capability)
         if granted is None:
-            raise Unauthorized("the token's capability is not one of this region's")
+            raise Unauthorized(_NOT_OURS)
         if right is not None and right not in granted:
             raise Unauthorized(f"the token grants {granted!r}, the operation needs {right!r}")
         return region
 
-    def shared_place(self, region: HostRegion) -> SharedPlace | None:
-        """Return where the region lies in shared memory; None if it does not (any more).
+    def shared_place(self, region: RegisteredRegion, *, writable: bool) -> SharedPlace | None:
+        """Return where a live region lies in shared memory; None if it does not (any more).
 
-        The descriptor is duplicated under the lock: a region that is revoked on another thread
-        meanwhile closes its own, and the number may then stand for another file.
+        The descriptor is opened under the lock: a region that is revoked on another thread
+        meanwhile closes its own, and the number may then stand for another file. It grants writing
+        only if ``writable``.
         """
         with self._lock:
-            allocation = region.allocation
+            allocation = region.allocation if isinstance(region, HostRegion) else None
             if allocation is None or allocation.fd is None:
+                return None
+            if region.region_id not in self._regions:
                 return None
             offset = allocation.offset_of(address_of(region.view), region.nbytes)
             assert offset is not None, "a region left its allocation"
-            fd = os.dup(allocation.fd)
+            fd = opened_again(allocation.fd, writable=writable)
         return SharedPlace(fd, allocation.file_id, allocation.nbytes, offset)
 
 
