@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 help:
 	@echo "make demo   install, pull a model, hold a conversation through separate processes"
 	@echo "make test   format, lint, types, house rules, tests"
-	@echo "make bench  speed and footprint beside transformers on the same weights"
+	@echo "make bench  speed and footprint beside transformers, transfers beside their limits"
 	@echo "make venv   only the virtual environment in $(VENV)"
 
 # Installed again when pyproject.toml changes; the stamp appears only after a complete install.
@@ -41,6 +41,7 @@ test: lint
 bench: venv
 	$(BIN)/python -m benchmarks.system_bench
 	$(BIN)/python -m benchmarks.footprint
+	$(BIN)/python -m benchmarks.transfer
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,6 +68,7 @@ def plan(options: UpOptions) -> list[ChildSpec]:
     registry_host = url_host(options.advertise_host or options.host)
     join: dict[str, Any] = {"join": f"tcp://{registry_host}:{options.join_port}"}
     join |= {"transfer": options.transfer, "join_timeout": options.start_timeout}
+    join |= {"inject": options.inject}
     env = python_path()
     gateway = GatewayOptions.of(
         **common,

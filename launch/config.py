@@ -20,12 +20,13 @@ DEFAULT_PORT = 8000
 JOIN_PORT_OFFSET = 100  # the join port lies so far above the HTTP port unless it is named
 DEFAULT_JOIN = f"tcp://127.0.0.1:{DEFAULT_PORT + JOIN_PORT_OFFSET}"
 
-TransferName = Literal["auto", "loopback", "shm", "tcp"]
+TransferName = Literal["auto", "loopback", "shm", "tcp", "ucx"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+INJECT_HELP = "Faults to inject into transfers, for tests; needs KVFERRY_ALLOW_INJECT=1."
 SECRET_FILE_HELP = "File with the cluster secret [env: KVFERRY_SECRET, the secret itself]."
 
 _JOIN = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
@@ -75,6 +76,7 @@ class JoinOptions(Options):
     join: str = Field(DEFAULT_JOIN, description="Where the gateway's registry listens.")
     join_timeout: float = Field(60.0, gt=0, description="Seconds to wait for an answer there.")
     transfer: TransferName = Field("auto", description="Transport of KV pages.")
+    inject: str | None = Field(None, description=INJECT_HELP)
 
     @field_validator("join")
     @classmethod
@@ -94,8 +96,8 @@ class JoinOptions(Options):
         """
         if self.transfer == "loopback":
             raise ConfigError(
-                "--transfer loopback: reaches nothing outside of this process: choose shm or tcp, "
-                "or start every role in one process with `kvferry up --transfer loopback`"
+                "--transfer loopback: reaches nothing outside of this process: choose ucx, shm or "
+                "tcp, or start every role in one process with `kvferry up --transfer loopback`"
             )
 
 
@@ -167,6 +169,7 @@ class UpOptions(ComputeOptions):
     transfer: TransferName = Field(
         "auto", description="Transport of KV pages; loopback: one process."
     )
+    inject: str | None = Field(None, description=INJECT_HELP)
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     join_port: int | None = Field(None, ge=0, le=65535, description="Port nodes join at.")
     segment: str = Field("1GiB", description="Memory of each store process.")

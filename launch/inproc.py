@@ -37,6 +37,7 @@ class InProcessCluster:
         join = {
             "join": f"tcp://{url_host(options.host)}:{options.join_port}",
             "transfer": "loopback",
+            "inject": options.inject,
         }
         self._gateway = GatewayRole(
             GatewayOptions.of(

@@ -19,6 +19,7 @@ from launch import __version__, process_env
 from launch.cli_model import model_app
 from launch.cli_options import command_of
 from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
+from launch.doctor import options as doctor
 from launch.errors import EXIT_ABORTED, EXIT_CONFIG, LaunchError
 
 # typer does not export the base of its usage errors, and where it lives depends on the version
@@ -68,6 +69,12 @@ def _decode(options: NodeOptions) -> None:
     node_role.run("decode", options)
 
 
+def _doctor(options: doctor.DoctorOptions) -> None:
+    from launch.doctor import command
+
+    command.run(options)
+
+
 app.command("up", help="Start a whole cluster on this machine.")(command_of(UpOptions, _up))
 app.command("gateway", help="Start the HTTP door and registry.")(
     command_of(GatewayOptions, _gateway)
@@ -75,6 +82,9 @@ app.command("gateway", help="Start the HTTP door and registry.")(
 app.command("store", help="Start a store node.")(command_of(StoreOptions, _store))
 app.command("prefill", help="Start prefill nodes.")(command_of(NodeOptions, _prefill))
 app.command("decode", help="Start decode nodes.")(command_of(NodeOptions, _decode))
+app.command("doctor", help=doctor.HELP)(
+    command_of(doctor.DoctorOptions, _doctor, without=doctor.UNUSED)
+)
 
 
 @app.command()
@@ -110,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         return _fail_usage(error)
     except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted", EXIT_ABORTED)
+    if result == EXIT_ABORTED:  # what some versions of typer make of Ctrl-C
         return _fail("interrupted", EXIT_ABORTED)
     return result if isinstance(result, int) else 0
 

@@ -37,11 +37,11 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
     if options.count > 1:
         run_role(NodeGroup(role, options), drain_timeout_s=options.drain_timeout)
         return
-    model = model_store.resolve(options.model)
-    num_threads = process_env.apply(cores=options.cores, threads=options.threads, gpus=options.gpus)
     from launch.parts import read_secret, transfer_config
 
-    transfer_config(options, read_secret(options))  # refused before the weights are read
+    transfer_config(options, read_secret(options))  # refused before anything is set or read
+    model = model_store.resolve(options.model)
+    num_threads = process_env.apply(cores=options.cores, threads=options.threads, gpus=options.gpus)
     logger.info("%s: loading the engine", options.node_id or role)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the loop takes over
     from launch.runner_factory import make_runner

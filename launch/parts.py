@@ -11,24 +11,30 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from launch.config import JoinOptions, Options, UpOptions
 from launch.errors import ConfigError, LaunchError, StartError
 from launch.ports import url_host
 from launch.runtime import broken, config_errors
 from transfer.config import TransferConfig, is_local_host
 from transfer.engine import TransferEngine
-from transfer.identity import Role, new_identity
+from transfer.fault_text import parse_rules
+from transfer.identity import Identity, Role, new_identity
+from transfer.membership import NodeInfo, NodeStatus
 from transfer.registry_client import RegistryMembership
 from transfer.zmq_network import ZmqNetwork
 
 SECRET_VARIABLE = "KVFERRY_SECRET"
+MIN_SECRET_NCHARS = 16  # whoever hears a handshake can try short ones at leisure
+ALLOW_INJECT_VARIABLE = "KVFERRY_ALLOW_INJECT"
 
 
 def read_secret(options: Options) -> str | None:
     """Return the cluster secret, from the file or the environment.
 
     Raises:
-        ConfigError: the file cannot be read or is empty, or ``--host`` needs a secret.
+        ConfigError: the file cannot be read or is empty, or ``--host`` needs a (longer) secret.
     """
     secret = os.environ.get(SECRET_VARIABLE)
     if options.secret_file is not None:
@@ -46,6 +52,11 @@ def read_secret(options: Options) -> str | None:
             f"--host {options.host}: reachable from other machines, which needs a cluster secret: "
             f"give every process the same --secret-file (or {SECRET_VARIABLE})"
         )
+    if secret and len(secret) < MIN_SECRET_NCHARS and not is_local_host(options.host):
+        raise ConfigError(
+            f"--host {options.host}: a cluster secret of {len(secret)} characters can be guessed "
+            f"from what it protects: use {MIN_SECRET_NCHARS} or more (openssl rand -hex 32)"
+        )
     return secret or None
 
 
@@ -57,8 +68,10 @@ def transfer_config(options: JoinOptions | UpOptions, secret: str | None) -> Tra
     """Return the checked configuration of bulk transport.
 
     Raises:
-        ConfigError: the transport, the addresses and the secret do not fit together.
+        ConfigError: the transport, the addresses and the secret do not fit together, or faults
+            are to be injected without permission or by a bad rule.
     """
+    _check_inject(options.inject)
     with config_errors("--transfer"):
         return TransferConfig.model_validate(
             {
@@ -66,8 +79,21 @@ def transfer_config(options: JoinOptions | UpOptions, secret: str | None) -> Tra
                 "host": options.host,
                 "advertise_host": options.advertise_host,
                 "cluster_secret": secret,
+                "inject": options.inject or "",
             }
         )
+
+
+def _check_inject(rules: str | None) -> None:
+    if not rules:
+        return
+    if os.environ.get(ALLOW_INJECT_VARIABLE) != "1":
+        raise ConfigError(
+            f"--inject {rules}: breaks transfers on purpose and is not allowed here: set "
+            f"{ALLOW_INJECT_VARIABLE}=1 in the environment of a test system, or leave --inject out"
+        )
+    with config_errors("--inject"):
+        parse_rules(rules)
 
 
 def make_transfer(options: JoinOptions, secret: str | None) -> TransferEngine:
@@ -80,6 +106,24 @@ def control_bind(options: Options, port: int = 0) -> str:
     return f"tcp://{url_host(options.host)}:{port}"
 
 
+class CountedMembership(RegistryMembership):
+    """A seat whose heartbeats also say what the transfers of this process have counted."""
+
+    def __init__(
+        self, network: ZmqNetwork, address: str, identity: Identity, transfer: TransferEngine
+    ) -> None:
+        super().__init__(network, address, identity)
+        self._transfer = transfer
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        def counted() -> NodeStatus:
+            own, counts = status(), self._transfer.counters()._asdict()
+            counters = {f"transfer_{name}": float(count) for name, count in counts.items()}
+            return structs.replace(own, counters={**own.counters, **counters})
+
+        await super().join(info, counted)
+
+
 class Parts:
     """The parts of one joined process. ``start`` before the node, ``close`` after it."""
 
@@ -89,7 +133,9 @@ class Parts:
         self.identity = new_identity(role, options.node_id)
         self.network = make_network(secret)
         self.transfer = make_transfer(options, secret)
-        self.membership = RegistryMembership(self.network, options.join, self.identity)
+        self.membership = CountedMembership(
+            self.network, options.join, self.identity, self.transfer
+        )
 
     async def start(self) -> None:
         await self.transfer.start()

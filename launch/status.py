@@ -103,6 +103,7 @@ def describe(member: Member) -> dict[str, Any]:
         "contract": member.info.contract,
         "labels": member.info.labels,
         "gauges": member.status.gauges,
+        "counters": member.status.counters,
     }
 
 

@@ -37,6 +37,8 @@ def run(options: UpOptions) -> None:
 def check(options: UpOptions) -> None:
     """Refuse here what every child would refuse later."""
     transfer_config(options, read_secret(options))
+    if options.inject:
+        say(f"FAULTS ARE INJECTED into every transfer, as asked for: {options.inject}")
     if options.store:
         segment_size(options.segment, num_stores=options.store)
     if options.kv_memory is not None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
-    for name in ("KVFERRY_JOIN", "KVFERRY_SECRET"):
+    for name in ("KVFERRY_JOIN", "KVFERRY_SECRET", "KVFERRY_INJECT", "KVFERRY_ALLOW_INJECT"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -1,0 +1,159 @@
+"""What the doctor prints for people, at every width, and the benchmark that reads its JSON."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from benchmarks import transfer as benchmark
+from launch.doctor.grid import LATENCY, MIB, Case
+from launch.doctor.rows import (
+    NO_BOUND,
+    Bound,
+    Finding,
+    Op,
+    Row,
+    Unavailable,
+    latency_row,
+    throughput_row,
+)
+from launch.doctor.table import plain, progress, table
+
+MISSING = Unavailable(transport="ucx", reason="no module named ucxx", remedy="pip install it")
+
+
+def throughput(transport: str, op: Op, case: Case, rate: float, bound: float) -> Row:
+    """A row of ``rate`` GB/s beside a limit of ``bound``."""
+    gbytes = case.nbytes / 1e9
+    limit = Bound("memcpy", [gbytes / bound])
+    return throughput_row(transport, op, case, [gbytes / rate], limit, via="memfd")
+
+
+def small_read(transport: str, p50_us: float, p99_us: float) -> Row:
+    seconds = [p50_us / 1e6] * 98 + [p99_us / 1e6] * 2
+    return latency_row(transport, LATENCY, seconds, Bound("plain socket", [1e-5]))
+
+
+FINDINGS: list[Finding] = [
+    throughput("shm", "read", Case(MIB, 64), 9.0, 10.0),
+    throughput("shm", "write", Case(MIB, 64), 8.0, 10.0),
+    small_read("tcp", 120, 800),
+    MISSING,
+]
+
+
+def test_plain_text_has_every_figure_once_and_says_what_is_missing() -> None:
+    text = plain(FINDINGS)
+    lines = text.splitlines()
+    assert len(lines) == 1 + 3 + 3
+    assert lines[1].split() == [
+        *("shm", "read", "1", "MiB", "64"),
+        *("9.000", "10.000", "memcpy", "0.90", "right"),
+    ]
+    assert "120" in lines[3]
+    assert "800" in lines[3]
+    assert "shm: memfd" in lines
+    assert "ucx: not available: no module named ucxx" in lines
+    assert "ucx: to do: pip install it" in lines
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_wrong_bytes_stand_out() -> None:
+    wrong = "byte 3 is 0x00, not 0x01"
+    row = throughput_row("tcp", "read", Case(8, 1), [1.0], NO_BOUND, wrong=wrong)
+    assert "WRONG BYTES: byte 3" in plain([row])
+
+
+def printed(width: int) -> str | None:
+    """The table as a terminal of that width shows it."""
+    shown = table(FINDINGS, width)
+    if shown is None:
+        return None
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=True, color_system=None).print(shown)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 240])
+def test_table_with_bars_fits_the_terminal(width: int) -> None:
+    text = printed(width)
+    assert text is not None
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    bars = [line.count("━") for line in lines if " read " in line or " write " in line]
+    assert bars[0] > bars[1] > 0  # 0.9 of the limit beside 0.8
+    assert "9.000" in text
+
+
+def test_a_narrow_terminal_leaves_the_limits_out_and_a_tiny_one_has_no_table() -> None:
+    shown = {width: printed(width) for width in range(40, 120)}
+    for width, text in shown.items():
+        if text is not None:
+            assert "━" in text
+            assert "9.000" in text
+            assert "0.90" in text
+            assert max(map(len, text.splitlines())) <= width
+    assert "memcpy" not in (shown[80] or "memcpy")
+    assert "memcpy" in (shown[119] or "")
+    assert shown[40] is None
+
+
+def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(2, rows_follow=False) as report:
+        report("one")
+        report("two")
+    assert capsys.readouterr() == ("", "")
+
+
+def measured(factor: float) -> dict[str, list[Finding]]:
+    """What a machine finds whose every figure is ``factor`` times its target."""
+    found: dict[str, list[Finding]] = {}
+    for run in benchmark.plan(5, []):
+        name = run.transport
+        target = {"loopback": 0.85, "shm": 0.75, "tcp": 0.85, "ucx": 0.5, "stalled": 0.9}[name]
+        rows: list[Finding] = found.setdefault(run.command, [])
+        ops: tuple[Op, ...] = ("read", "write")
+        if name == "stalled":
+            rows.append(throughput("tcp", "stalled_peer", Case(MIB, 96), target * factor, 1.0))
+        elif "64KiB" in run.arguments:
+            rows += [throughput("tcp", op, benchmark.SMALL, 0.425 * factor**2, 1.0) for op in ops]
+        else:
+            rows += [
+                throughput(name, op, case, target * factor, 1.0)
+                for case in (benchmark.SMOL, benchmark.LARGE)
+                for op in ops
+            ]
+            slow = 150 if name == "tcp" else 300
+            rows.append(small_read(name, slow / factor, 1000 / factor))
+    return found
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.01, True), (0.99, False)])
+def test_benchmark_passes_each_target_that_is_reached_and_no_other(
+    factor: float, passes: bool
+) -> None:
+    found = measured(factor)
+    figures = benchmark.measure(benchmark.plan(5, []), lambda run: found[run.command])
+    assert len(figures) == 4 + 4 + (4 + 2 + 2) + 2 * (4 + 1) + 1
+    assert [figure.name for figure in figures if figure.passed is not passes] == []
+    text = benchmark.show(figures)
+    assert text.count("| pass |") == (len(figures) if passes else 0)
+    assert text.count("| short |") == (0 if passes else len(figures))
+
+
+def test_benchmark_counts_a_missing_transport_and_wrong_bytes_as_short() -> None:
+    ucx = benchmark.plan(1, ["ucx"])
+    assert [run.environment for run in ucx] == [{"UCX_TLS": "tcp"}, {"UCX_TLS": "posix,cma"}]
+    assert not any(figure.passed for figure in benchmark.measure(ucx, lambda run: [MISSING]))
+    bound = Bound("memcpy", [9.0])
+    wrong = throughput_row("shm", "read", benchmark.SMOL, [1.0], bound, wrong="byte 0")
+    figures = benchmark.measure(benchmark.plan(1, ["shm"]), lambda run: [wrong])
+    assert [figure.passed for figure in figures] == [False]
+
+
+def test_benchmark_counts_a_run_that_measured_nothing_as_short() -> None:
+    runs = benchmark.plan(1, ["tcp"])
+    figures = benchmark.measure(runs, lambda run: [])
+    assert [figure.passed for figure in figures] == [False] * len(runs)
