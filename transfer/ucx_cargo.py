@@ -1,0 +1,61 @@
+"""The memory side of one request: which bytes each of its pieces is.
+
+Owns nothing but a list of runs in one region, and bounce buffers while they are in use. Knows no
+UCX and no peers. A piece of one run is a part of the region itself, on whatever device; a packed
+piece is a bounce buffer of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transfer.region import DeviceRegion, RegisteredRegion, Spans
+from transfer.ucx_pieces import Piece, cut
+
+
+class Cargo:
+    """The runs of a request in this side's region, and how they are cut."""
+
+    def __init__(
+        self, region: RegisteredRegion, spans: Spans, *, piece_nbytes: int, packs: bool
+    ) -> None:
+        self._region = region
+        self._spans = spans
+        lengths = [nbytes for _, nbytes in spans]
+        self.pieces: Sequence[Piece] = cut(lengths, piece_nbytes, packs=packs)
+        self.nbytes = sum(lengths)
+
+    def load(self, piece: Piece) -> object:
+        """Return the bytes to send: memory of the region, or a bounce buffer full of it."""
+        if piece.num_runs == 1:
+            return self._part(piece)
+        view = self._region.view
+        return b"".join(view[offset : offset + nbytes] for offset, nbytes in self._runs(piece))
+
+    def berth(self, piece: Piece) -> object:
+        """Return where to receive a piece: memory of the region, or an empty bounce buffer."""
+        return self._part(piece) if piece.num_runs == 1 else bytearray(piece.nbytes)
+
+    def unload(self, piece: Piece, berth: object) -> None:
+        """Put a received piece where it belongs."""
+        if piece.num_runs == 1:
+            return
+        assert isinstance(berth, bytearray), "a packed piece lies in a bounce buffer"
+        view, packed, start = self._region.view, memoryview(berth), 0
+        for offset, nbytes in self._runs(piece):
+            view[offset : offset + nbytes] = packed[start : start + nbytes]
+            start += nbytes
+
+    def _runs(self, piece: Piece) -> Spans:
+        return self._spans[piece.first : piece.first + piece.num_runs]
+
+    def _part(self, piece: Piece) -> object:
+        offset = self._spans[piece.first][0] + piece.skip
+        if isinstance(self._region, DeviceRegion):
+            return self._region.memory.array(offset, piece.nbytes)
+        return self._region.view[offset : offset + piece.nbytes]
+
+
+def may_pack(region: RegisteredRegion) -> bool:
+    """Return whether the host can gather from and scatter into ``region``."""
+    return not isinstance(region, DeviceRegion)

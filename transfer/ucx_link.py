@@ -1,0 +1,369 @@
+"""One ucx connection: messages out, messages in, and getting rid of it.
+
+Owns the worker, the lifeline and every flight between them and memory. Runs on the ucx loop only;
+the worker's descriptor is in that loop, so an idle connection costs nothing. Knows no requests of
+either side: ``Freight`` says which bytes, the handler says what control messages mean.
+
+A turn: make progress, settle what has completed, take what has arrived, land and send pieces, and
+sleep if UCX agrees. At most ``MAX_SENDS`` and ``MAX_RECEIVES`` pieces are under way at a time, so
+what is called off is quiet soon; control messages overtake pieces that wait to be landed.
+
+::
+
+    open ──finish()──▶ saying goodbye ──▶ closed
+      └── close(error), error of ucx, end of the lifeline, broken protocol, silence ──▶ closed
+
+Invariant: when ``on_lost`` is called, and when ``close`` returns, UCX touches no memory for this
+connection any more: cutting it off completes every flight. So a peer that is frozen with a piece
+under way cannot hold up a deadline, a cancel or a revocation: ``LinkWatch`` cuts the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from transfer.errors import FrameInvalid, PeerClosed, PeerLost, TransferError
+from transfer.ucx_binding import Flight, Message, Worker
+from transfer.ucx_codec import (
+    MAX_CONTROL_NBYTES,
+    Control,
+    Tag,
+    decode_control,
+    encode_control,
+    unpack_tag,
+)
+from transfer.ucx_farewell import Farewells
+from transfer.ucx_freight import Delivery, Freight, Shipment
+from transfer.ucx_lifeline import Lifeline
+from transfer.ucx_pieces import Piece
+from transfer.ucx_watch import LinkWatch
+
+_LOG = logging.getLogger(__name__)
+
+MAX_SENDS = 8
+MAX_RECEIVES = 4
+MAX_WAITING = 1 << 15  # pieces that wait to be landed: a window of the smallest, and to spare
+RETRY_S = 0.001  # when UCX is out of resources
+MAX_ROUNDS = 16  # of one turn, before other connections get theirs
+MAX_CONTROL_FLIGHTS = 4096  # control messages that wait for a peer to take them
+
+
+class LinkHandler(Protocol):
+    """What a connection is used for."""
+
+    @property
+    def busy(self) -> bool:
+        """True while something of the peer is awaited."""
+        ...
+
+    def on_control(self, message: Control) -> None: ...
+
+    def on_lost(self, error: TransferError) -> None: ...
+
+
+class _Arrived(NamedTuple):
+    message: Message
+    delivery: Delivery
+    number: int
+
+
+class _Aboard(NamedTuple):
+    flight: Flight
+    freight: Freight | None
+    settle: Callable[[TransferError | None], None]
+
+
+class UcxLink:
+    """Made when both ends have met; ``worker`` is connected."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        lifeline: Lifeline,
+        handler: LinkHandler,
+        farewells: Farewells,
+        *,
+        own: int,
+        peer: int,
+    ) -> None:
+        """Args:
+        own: the key in the tags of what we receive.
+        peer: the key in the tags of what we send.
+        """
+        self._worker = worker
+        self._lifeline = lifeline
+        self._handler = handler
+        self._farewells = farewells
+        self._own = own
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
+        self._aboard: list[_Aboard] = []
+        self._shipments: deque[Shipment] = deque()
+        self._deliveries: dict[int, Delivery] = {}
+        self._arrived: deque[_Arrived] = deque()
+        self._num_sends = self._num_receives = self._num_controls = 0
+        self._reads_control = False
+        self._kicked = False
+        self._watch = LinkWatch(lifeline, lambda: self._busy, lambda: self._unwanted, self.close)
+        self.closed = False
+        self._loop.add_reader(worker.fileno(), self._turn)
+        self.kick()
+
+    @property
+    def name(self) -> str:
+        return self._lifeline.name
+
+    @property
+    def finishing(self) -> bool:
+        return self._lifeline.finishing
+
+    def kick(self) -> None:
+        """Take a turn soon."""
+        if not self._kicked and not self.closed:
+            self._kicked = True
+            self._loop.call_soon(self._turn)
+
+    def send(self, message: Control) -> None:
+        """Send a control message; a peer that never takes them is dropped."""
+        if self.closed:
+            return
+        if self._num_controls >= MAX_CONTROL_FLIGHTS:
+            self.close(PeerLost(f"{self.name} asks and does not take the answers"))
+            return
+        data = encode_control(message)
+        self._num_controls += 1
+
+        def settle(_error: TransferError | None) -> None:
+            self._num_controls -= 1
+
+        self._post(self._worker.send(data, Tag(self._peer, 0, 0).pack()), None, settle)
+        self.kick()
+
+    def ship(self, shipment: Shipment) -> None:
+        """Send the pieces of ``shipment``, in turns with those of others."""
+        self._shipments.append(shipment)
+        self.kick()
+
+    def expect(self, delivery: Delivery) -> None:
+        """Pieces of this request will come."""
+        self._deliveries[delivery.request] = delivery
+
+    def forget(self, request: int) -> None:
+        """Pieces of this request that still come are dropped."""
+        self._deliveries.pop(request, None)
+
+    def _turn(self) -> None:
+        self._kicked = False
+        try:
+            if not self._work():
+                self.kick()
+        except BlockingIOError:
+            self._loop.call_later(RETRY_S, self.kick)
+        except TransferError as error:
+            self._fail(error)
+        self._watch.start()
+
+    def _work(self) -> bool:
+        """Do what there is to do; False if the turn was over before."""
+        for _ in range(MAX_ROUNDS):
+            self._lifeline.look()
+            if self.closed:
+                return True
+            self._worker.progress()
+            busy = self._settle() | self._take() | self._land() | self._load()
+            if not busy and (self.closed or self._worker.arm()):
+                return True
+        return False
+
+    def _fail(self, error: TransferError) -> None:
+        """UCX or the peer broke the rules; if the peer has said goodbye, that is the reason."""
+        self._lifeline.look()
+        if not self.closed:
+            if isinstance(error, FrameInvalid):
+                _LOG.warning("dropping the ucx connection to %s: %s", self.name, error)
+            self.close(error)
+
+    def _post(
+        self,
+        flight: Flight,
+        freight: Freight | None,
+        settle: Callable[[TransferError | None], None],
+    ) -> None:
+        self._aboard.append(_Aboard(flight, freight, settle))
+
+    def _settle(self) -> bool:
+        """Let go of the flights that have completed."""
+        done: list[_Aboard] = []
+        left: list[_Aboard] = []
+        for each in self._aboard:
+            (done if each.flight.completed else left).append(each)
+        if not done:
+            return False
+        self._aboard = left
+        self._watch.moved()
+        failure: TransferError | None = None
+        for each in done:  # every one, also after a failure: somebody may wait for its memory
+            try:
+                error = each.flight.error()
+                each.settle(error)
+            except TransferError as broken:
+                error = broken
+            failure = failure or error
+        if failure is not None:
+            raise failure
+        return True
+
+    def _take(self) -> bool:
+        """Look at what has arrived. What follows a control message waits until it is read."""
+        took = False
+        while not (self.closed or self._reads_control):
+            message = self._worker.probe()
+            if message is None:
+                break
+            took = True
+            self._on_message(message, unpack_tag(message.tag))
+            self._settle()
+        return took
+
+    def _on_message(self, message: Message, tag: Tag) -> None:
+        delivery = self._deliveries.get(tag.request)
+        if tag.key != self._own:
+            self._drop(message)  # from nobody who has met us
+        elif tag.request == 0:
+            self._receive_control(message)
+        elif delivery is None:
+            self._drop(message)
+        elif delivery.unwanted:
+            delivery.call_off()
+            self._drop(message)
+        else:
+            self._arrived.append(_Arrived(message, delivery, tag.piece))
+            if len(self._arrived) > MAX_WAITING:
+                raise FrameInvalid(f"more than {MAX_WAITING} pieces at once")
+
+    def _receive_control(self, message: Message) -> None:
+        if not 0 < message.nbytes <= MAX_CONTROL_NBYTES:
+            self._drop(message)
+            raise FrameInvalid(f"a control message of {message.nbytes} bytes")
+        data = bytearray(message.nbytes)
+        self._reads_control = True
+
+        def settle(error: TransferError | None) -> None:
+            self._reads_control = False
+            if error is None and not self.closed:
+                self._handler.on_control(decode_control(memoryview(data)))
+
+        self._post(self._worker.receive(message, data), None, settle)
+
+    def _land(self) -> bool:
+        """Receive pieces into memory, in the order of their arrival; drop what nobody wants."""
+        landed = False
+        while self._arrived and not self.closed:
+            message, delivery, index = self._arrived[0]
+            if not delivery.unwanted and self._num_receives >= MAX_RECEIVES:
+                break
+            found = delivery.berth(index, message.nbytes)
+            if found is None:
+                self._drop(message)
+            else:
+                self._receive_piece(message, delivery, index, *found)
+            self._arrived.popleft()
+            landed = True
+        return landed
+
+    def _receive_piece(
+        self, message: Message, delivery: Delivery, index: int, piece: Piece, berth: object
+    ) -> None:
+        try:
+            flight = self._worker.receive(message, berth)
+        except BlockingIOError:
+            delivery.put_back(index)
+            raise
+        self._num_receives += 1
+
+        def settle(error: TransferError | None) -> None:
+            self._num_receives -= 1
+            delivery.landed(piece, berth, failed=error is not None)
+
+        self._post(flight, delivery, settle)
+
+    def _drop(self, message: Message) -> None:
+        self._post(self._worker.drop(message), None, _nothing)
+
+    def _load(self) -> bool:
+        """Send pieces, one of each shipment in turn."""
+        loaded = False
+        while self._shipments and self._num_sends < MAX_SENDS and not self.closed:
+            shipment = self._shipments[0]
+            piece = shipment.load()
+            if piece is None:
+                self._shipments.popleft()
+                continue
+            self._send_piece(shipment, *piece)
+            self._shipments.rotate(-1)
+            loaded = True
+        return loaded
+
+    def _send_piece(self, shipment: Shipment, index: int, data: object) -> None:
+        tag = Tag(self._peer, shipment.request, index).pack()
+        try:
+            flight = self._worker.send(data, tag)
+        except BlockingIOError:
+            shipment.put_back()
+            raise
+        self._num_sends += 1
+
+        def settle(error: TransferError | None) -> None:
+            self._num_sends -= 1
+            shipment.sent(failed=error is not None)
+
+        self._post(flight, shipment, settle)
+
+    @property
+    def _busy(self) -> bool:
+        return not self.closed and (bool(self._aboard) or self._handler.busy)
+
+    @property
+    def _unwanted(self) -> bool:
+        return any(each.freight is not None and each.freight.unwanted for each in self._aboard)
+
+    async def finish(self) -> None:
+        """Say goodbye, then close."""
+        if not self.closed:
+            await self._lifeline.say_goodbye()
+            self.close(PeerClosed("this transfer engine was closed"))
+
+    def close(self, error: TransferError) -> None:
+        """Cut the connection at once; the handler is told ``error``. Idempotent."""
+        if self.closed:
+            return
+        if self._lifeline.finishing:
+            error = PeerClosed("this transfer engine was closed")
+        self.closed = True
+        self._watch.stop()
+        self._loop.remove_reader(self._worker.fileno())
+        sock = self._lifeline.let_go()
+        for arrived in self._arrived:
+            with suppress(TransferError):  # one that UCX has given up already
+                self._worker.drop(arrived.message)
+        self._arrived.clear()
+        if not self._worker.break_off():
+            _LOG.error("ucx keeps a flight of %s; its memory is given up, not reused", self.name)
+        aboard, self._aboard = self._aboard, []
+        for each in aboard:
+            each.settle(error)
+        for freight in (*self._shipments, *self._deliveries.values()):
+            freight.call_off()
+        self._shipments.clear()
+        self._deliveries.clear()
+        self._farewells.part(self._worker, sock)
+        self._handler.on_lost(error)
+
+
+def _nothing(_error: TransferError | None) -> None:
+    """A dropped message needs no settling."""

@@ -1,0 +1,49 @@
+"""Gives back to UCX what ucxx keeps: a worker that was cut with requests under way.
+
+Owns the way around one defect of ucxx: a request that ``close_blocking`` cannot cancel at once, and
+that completes a moment later, stays in the endpoint's set of cancelled requests. The set keeps the
+request, the request the endpoint, the endpoint the worker and that the context: none of them is
+ever destroyed, and their sockets and shared memory stay open. A peer that is frozen in the middle
+of a read does that, and so may any connection that is cut. By then UCX itself is done with all of
+them, so they are destroyed here by their handles, and the Python objects are kept for good, which
+keeps ucxx's: nothing may destroy them again.
+
+Knows no peers. Costs a few kilobytes for each connection that is cut that way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Protocol
+
+_LOG = logging.getLogger(__name__)
+LIBRARY = "libucp.so.0"  # loaded already, by ucxx
+
+
+class Handled(Protocol):
+    """An object of ucxx that stands for one of UCX's."""
+
+    @property
+    def handle(self) -> int: ...
+
+
+def destroy_worker(worker: Handled) -> None:
+    """Destroy the worker; every request of it has completed, and its endpoint is closed."""
+    _destroy("ucp_worker_destroy", worker)
+
+
+def destroy_context(context: Handled) -> None:
+    """Destroy the context; all of its workers are destroyed."""
+    _destroy("ucp_cleanup", context)
+
+
+def _destroy(function: str, owner: Handled) -> None:
+    try:
+        destroy = getattr(ctypes.CDLL(LIBRARY), function)
+    except (OSError, AttributeError) as error:
+        _LOG.warning("descriptors of ucx stay open, as %s is not reached: %s", function, error)
+        return
+    destroy.argtypes, destroy.restype = [ctypes.c_void_p], None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+    destroy(owner.handle)

@@ -1,0 +1,237 @@
+"""UCX through ``ucxx``: the one place that knows its classes and its errors.
+
+Uses the low-level half (``ucxx._lib.libucxx``): ``ucxx.core`` keeps one context, one event loop and
+its own handshake for the whole process, and progresses it from a thread or a task of its own.
+Python futures are off: completion is looked at after each progress, on the thread that made it.
+
+One worker for each connection. That makes "everything of this peer" something UCX can cut off: a
+single receive cannot be cancelled, and tags of one peer cannot meet those of another. Host memory
+is registered by UCX itself: once for each buffer, kept in its registration cache until unmapped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from transfer.errors import PeerClosed, PeerLost, TransferError
+from transfer.ucx_binding import Context, Flight, Message, UcxUnavailable, Worker
+from transfer.ucx_orphans import destroy_context, destroy_worker
+
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some
+os.environ.setdefault("UCX_LOG_LEVEL", "error")  # it warns of what a cut connection leaves unread
+
+import ucxx
+import ucxx._lib.libucxx as api
+from ucxx._lib.arr import Array
+
+DIALECT = "matched"
+# Older libraries do not know all options; each of these can be missing.
+OPTIONAL = ("POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING")
+MAX_BREAK_ROUNDS = 1000  # of progress, until everything cut off has completed
+_RESOURCE = re.compile(r"^#.*resource.*md.*dev.*flags.*?(\S+/\S+)\s*$", re.MULTILINE)
+_ANY_TAG = api.UCXXTag(0)
+_ANY_MASK = api.UCXXTagMask(0)
+_PERMISSION = "; see UCX_TLS and, for RDMA, the limit on locked memory (ulimit -l unlimited)"
+
+
+def _failure(error: api.UCXError) -> TransferError:
+    """Translate an error of an established connection."""
+    return PeerLost(f"the ucx connection broke: {error}")
+
+
+class UcxxFlight:
+    """One request of ucxx; holds it and the buffer until it has completed, and no longer.
+
+    A request keeps its worker open, and whoever looks at a failure may keep this.
+    """
+
+    __slots__ = ("_buffer", "_error", "_request", "_takes_nothing")
+
+    def __init__(
+        self, request: api.UCXRequest, buffer: object, *, takes_nothing: bool = False
+    ) -> None:
+        self._request: api.UCXRequest | None = request
+        self._buffer: object = buffer
+        self._takes_nothing = takes_nothing
+        self._error: TransferError | None = None
+
+    @property
+    def completed(self) -> bool:
+        if self._request is not None and self._request.completed:
+            self._let_go(self._request)
+        return self._request is None
+
+    def _let_go(self, request: api.UCXRequest) -> None:
+        self._request = self._buffer = None
+        try:
+            request.check_error()
+        except api.UCXMessageTruncatedError as error:
+            if not self._takes_nothing:  # else it is what was asked for
+                self._error = _failure(error)
+        except api.UCXError as error:
+            self._error = _failure(error)
+
+    def error(self) -> TransferError | None:
+        return self._error
+
+
+class UcxxWorker:
+    """One ``ucp_worker`` with one endpoint. Made by ``UcxxContext``."""
+
+    def __init__(self, context: UcxxContext, worker: api.UCXWorker) -> None:
+        self._context = context
+        self._worker: api.UCXWorker | None = worker
+        self._endpoint: api.UCXEndpoint | None = None
+        self._receives: list[UcxxFlight] = []
+        self._sends: list[UcxxFlight] = []
+        self._orphaned = False
+        worker.init_blocking_progress_mode()
+        self._fd = int(worker.epoll_file_descriptor)
+
+    @property
+    def _open(self) -> api.UCXWorker:
+        assert self._worker is not None, "a worker that was closed"
+        return self._worker
+
+    @property
+    def address(self) -> bytes:
+        return bytes(self._open.address)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def progress(self) -> None:
+        self._open.progress()
+
+    def arm(self) -> bool:
+        return bool(self._open.arm())
+
+    def connect(self, address: bytes) -> None:
+        try:
+            there = api.UCXAddress.create_from_buffer(address)
+            self._endpoint = api.UCXEndpoint.create_from_worker_address(
+                self._open, there, endpoint_error_handling=True
+            )
+        except (api.UCXError, ValueError) as error:
+            raise UcxUnavailable(
+                f"ucx finds no transport that both sides have: {error}; set the same UCX_TLS on "
+                "both, including one that crosses hosts"
+            ) from error
+
+    def send(self, buffer: object, tag: int) -> Flight:
+        assert self._endpoint is not None, "send() before connect()"
+        try:
+            request = self._endpoint.tag_send(Array(buffer), api.UCXXTag(tag))
+        except api.UCXNoResourceError as error:
+            raise BlockingIOError(str(error)) from error
+        except api.UCXError as error:
+            raise _failure(error) from error
+        return _keep(self._sends, UcxxFlight(request, buffer))
+
+    def probe(self) -> Message | None:
+        found = self._open.tag_probe(_ANY_TAG, _ANY_MASK, True)
+        return Message(found.sender_tag.value, found.length, found) if found.matched else None
+
+    def receive(self, message: Message, buffer: object) -> Flight:
+        return _keep(self._receives, UcxxFlight(self._take(message, buffer), buffer))
+
+    def drop(self, message: Message) -> Flight:
+        nothing = bytearray()
+        flight = UcxxFlight(self._take(message, nothing), nothing, takes_nothing=True)
+        return _keep(self._receives, flight)
+
+    def _take(self, message: Message, buffer: object) -> api.UCXRequest:
+        try:
+            return self._open.tag_recv_with_handle(Array(buffer), message.handle)
+        except api.UCXNoResourceError as error:
+            raise BlockingIOError(str(error)) from error
+        except api.UCXError as error:
+            raise _failure(error) from error
+
+    def break_off(self) -> bool:
+        if self._endpoint is None:
+            return True
+        while (message := self.probe()) is not None:
+            self.drop(message)
+        self._orphaned = not self._all_completed
+        self._endpoint.close_blocking()  # by force: the endpoint has error handling
+        self._open.cancel_inflight_requests()
+        for _ in range(MAX_BREAK_ROUNDS):
+            if self._all_completed:
+                return True
+            self._open.progress()
+        return False
+
+    @property
+    def _all_completed(self) -> bool:
+        return all(flight.completed for flight in (*self._sends, *self._receives))
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._sends.clear()
+            self._receives.clear()
+            if self._orphaned:
+                destroy_worker(self._worker)
+                os.close(self._fd)  # ucxx's own, around that of UCX
+            self._context.on_closed(orphaned=self._orphaned)
+        self._worker = self._endpoint = None
+
+
+def _keep(flights: list[UcxxFlight], flight: UcxxFlight) -> UcxxFlight:
+    """Remember a flight until it has completed."""
+    if not flight.completed:
+        flights[:] = [each for each in flights if not each.completed]
+        flights.append(flight)
+    return flight
+
+
+class UcxxContext:
+    """One ``ucp_context``."""
+
+    dialect = DIALECT
+
+    def __init__(self, context: api.UCXContext) -> None:
+        self._context: api.UCXContext | None = context
+        self._num_open = 0
+        self._orphaned = False
+        found = _RESOURCE.findall(context.info)
+        self.resources: tuple[str, ...] = tuple(dict.fromkeys(found))
+        number = ".".join(map(str, ucxx.get_ucx_version()))
+        self.version = f"ucx {number} (ucxx {ucxx.__version__})"
+
+    def open_worker(self) -> Worker:
+        if self._context is None:
+            raise PeerClosed("this transfer engine is closed")
+        try:
+            worker = UcxxWorker(self, api.UCXWorker(self._context, False, False))
+        except api.UCXError as error:
+            raise UcxUnavailable(f"ucx opens no worker: {error}{_PERMISSION}") from error
+        self._num_open += 1
+        return worker
+
+    def on_closed(self, *, orphaned: bool) -> None:
+        """One worker was closed."""
+        self._num_open -= 1
+        self._orphaned |= orphaned
+
+    def close(self) -> None:
+        if self._context is not None and self._orphaned and self._num_open == 0:
+            destroy_context(self._context)
+        self._context = None
+
+
+def open_context(options: dict[str, str]) -> Context:
+    """See ``ucx_binding.Binding``."""
+    features = (api.Feature.TAG, api.Feature.WAKEUP)
+    asked = dict(options)
+    while True:
+        try:
+            return UcxxContext(api.UCXContext(asked, features))
+        except (api.UCXConfigError, api.UCXInvalidParamError):
+            unknown = next((name for name in OPTIONAL if name in asked), None)
+            if unknown is None:
+                raise UcxUnavailable(f"ucx refuses the options {asked}{_PERMISSION}") from None
+            del asked[unknown]
+        except api.UCXError as error:
+            raise UcxUnavailable(f"ucx does not open: {error}{_PERMISSION}") from error
