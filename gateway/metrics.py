@@ -37,6 +37,21 @@ _COUNTERS = {
 }
 
 
+# Of every node, from its heartbeats; the names are those of ``transfer.counters``. Descriptors per
+# request are ranges_sent over operations.
+_TRANSFER_COUNTERS = {
+    "bytes_read": "Payload of reads that succeeded.",
+    "bytes_written": "Payload of writes that succeeded.",
+    "bytes_served": "Payload moved for peers.",
+    "operations": "Reads and writes that ended.",
+    "errors": "Reads and writes that failed or were cancelled.",
+    "ranges_asked": "Ranges that were asked for.",
+    "ranges_sent": "Contiguous runs left of them: descriptors.",
+    "fallbacks": "Peers reached by a slower transport than the chosen one.",
+    "faults_injected": "Reads and writes hit by fault injection.",
+}
+
+
 class _Scrape(Collector):
     """Reads the dispatcher and the membership when asked."""
 
@@ -61,6 +76,7 @@ class _Scrape(Collector):
             "kvferry_lingering_legs", "Legs still pushing pages.", value=stats.num_lingering
         )
         yield from self._cluster()
+        yield from self._transfers()
 
     def _cluster(self) -> Iterator[Metric]:
         nodes = GaugeMetricFamily(
@@ -83,6 +99,15 @@ class _Scrape(Collector):
         yield CounterMetricFamily(
             "kvferry_index_evicted", "Index entries dropped at the cap.", value=index.num_evicted
         )
+
+    def _transfers(self) -> Iterator[Metric]:
+        for name, text in _TRANSFER_COUNTERS.items():
+            family = CounterMetricFamily(f"kvferry_transfer_{name}", text, labels=["node", "role"])
+            for member in self._membership.view.members:
+                value = member.status.counters.get(f"transfer_{name}")
+                if value is not None:
+                    family.add_metric([member.node_id, member.info.identity.role.value], value)
+            yield family
 
 
 class Metrics:

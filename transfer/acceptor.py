@@ -23,6 +23,7 @@ class Acceptor:
 
     Args:
         sock: listening and non-blocking; closed by ``close``.
+        on_accepted: may raise OSError, for a socket that is broken already: it is closed.
         num_open: connections open now; beyond ``MAX_ACCEPTED`` new ones are closed at once.
     """
 
@@ -52,7 +53,11 @@ class Acceptor:
             sock.close()
             return
         sock.setblocking(False)
-        self._on_accepted(sock, address)
+        try:
+            self._on_accepted(sock, address)
+        except OSError as error:  # whoever connected has reset the connection already
+            _LOG.info("lost a bulk connection before it began: %s", error)
+            sock.close()
 
     def _pause(self, error: OSError) -> None:
         name = errno.errorcode.get(error.errno or 0, "?")

@@ -18,6 +18,7 @@ class TransferCounters(NamedTuple):
         ranges_asked: ranges the callers passed.
         ranges_sent: contiguous runs left after merging: descriptors that were put to use.
         fallbacks: peers for which a slower path than the chosen one had to be used.
+        faults_injected: own reads and writes that fault injection hit.
     """
 
     bytes_read: int = 0
@@ -28,6 +29,7 @@ class TransferCounters(NamedTuple):
     ranges_asked: int = 0
     ranges_sent: int = 0
     fallbacks: int = 0
+    faults_injected: int = 0
 
 
 class CounterBoard:

@@ -18,9 +18,14 @@ import secrets
 from collections.abc import Sequence
 from enum import Enum
 
+from msgspec import structs
+
 from transfer.config import TransferConfig
 from transfer.copier import Copier
 from transfer.counters import CounterBoard, TransferCounters
+from transfer.device_copier import DeviceCopiers
+from transfer.device_slots import limits_of
+from transfer.device_stage import DeviceStages
 from transfer.errors import (
     DeadlineExceeded,
     FrameInvalid,
@@ -30,21 +35,24 @@ from transfer.errors import (
     TransferError,
     Unauthorized,
 )
+from transfer.fault_injection import FaultInjector
 from transfer.interface import Priority, Range, Region, Rights, remaining_s
 from transfer.io_thread import IoThread
 from transfer.loopback import LoopbackOwner, LoopbackTransport
+from transfer.operation_limit import OperationLimit
 from transfer.ranges import plan, total_nbytes
-from transfer.region import HostRegion, RegionTable
+from transfer.region import HostRegion, RegionTable, RegisteredRegion
+from transfer.route import Router
 from transfer.shm import ShmTransport
 from transfer.shm_memory import shared_memory_available
-from transfer.shm_peer import ShmUnavailable
 from transfer.tcp import TcpTransport
 from transfer.token import TOKEN_VERSION, Endpoint, Token, decode_token, encode_token
-from transfer.transports import Move, Transport, choose, host_id, process_id
+from transfer.transports import Move, Transport, host_id, process_id
+from transfer.ucx import UcxTransport
+from transfer.ucx_binding import UcxUnavailable, has_rdma_device, installed_binding
 
 _LOG = logging.getLogger(__name__)
-MAX_FALLBACKS = 4096  # incarnations remembered; an older one is tried and said anew
-_LOOPBACK_NUMBERS = itertools.count(1)
+_LOOPBACK_NUMBERS = itertools.count(1 << 16)  # above every port, which name engines, too
 
 
 class _State(Enum):
@@ -61,20 +69,25 @@ class TransferEngine:
         self._state = _State.NEW
         self.incarnation: str = secrets.token_hex(8)
         self._counters = CounterBoard()
+        self._limit = OperationLimit(self._config.max_operations_per_peer)
         self._regions = RegionTable(self._encode_token)
         self._copier = Copier(
             threads=self._config.copy_threads,
             piece_nbytes=self._config.piece_nbytes,
             inline_nbytes=self._config.inline_copy_nbytes,
         )
+        self._copiers = DeviceCopiers()
+        self._devices = DeviceStages(self._copiers, self._regions, limits_of(self._config))
         self._io: IoThread | None = None
         self._tcp: TcpTransport | None = None
         self._shm: ShmTransport | None = None
+        self._ucx: UcxTransport | None = None
         self._loopback: LoopbackTransport | None = None
         self._transports: dict[str, Transport] = {}
+        rules, scratch = self._config.fault_rules, self._regions.register_host
+        self._faults = FaultInjector(rules, self._counters, scratch)
         self._endpoint = Endpoint(self.incarnation, process_id(), host_id())
-        # Incarnations reached by a slower path, oldest first: True when shm is not tried any more.
-        self._fallbacks: dict[str, bool] = {}
+        self._router = Router(self._config.transport, self._counters, self._devices)
 
     @property
     def config(self) -> TransferConfig:
@@ -85,7 +98,7 @@ class TransferEngine:
         """The transport in use; for ``auto``, the one for other processes of this host."""
         if self._config.transport != "auto" or self._state is _State.NEW:
             return self._config.transport
-        return "shm" if self._endpoint.shm else "tcp"
+        return "shm" if self._endpoint.shm else "ucx" if self._endpoint.ucx else "tcp"
 
     @property
     def address(self) -> str:
@@ -94,8 +107,11 @@ class TransferEngine:
 
     @property
     def is_healthy(self) -> bool:
-        """True while the engine runs and its I/O thread is alive."""
-        return self._state is _State.RUNNING and self._io is not None and self._io.is_alive
+        """True while the engine runs and its I/O and device threads are alive."""
+        threads = self._io is not None and self._io.is_alive and self._copiers.are_alive
+        if self._endpoint.ucx and self._ucx is not None:
+            threads = threads and self._ucx.is_alive
+        return self._state is _State.RUNNING and threads
 
     def counters(self) -> TransferCounters:
         return self._counters.snapshot()
@@ -104,11 +120,18 @@ class TransferEngine:
     def _wants_shm(self) -> bool:
         return self._config.transport in ("auto", "shm") and shared_memory_available()
 
+    @property
+    def _wants_ucx(self) -> bool:
+        asked = self._config.transport
+        return asked == "ucx" or (
+            asked == "auto" and has_rdma_device() and installed_binding() is not None
+        )
+
     async def start(self) -> None:
         """Listen on every transport that the configuration asks for.
 
         Raises:
-            PeerUnreachable: an address cannot be bound, or ``shm`` is not possible here.
+            PeerUnreachable: an address cannot be bound, or the transport is not possible here.
         """
         assert self._state is _State.NEW, f"start() of an engine that is {self._state.value}"
         if self._config.transport == "shm" and not shared_memory_available():
@@ -120,56 +143,90 @@ class TransferEngine:
         self._state = _State.RUNNING
         try:
             self._open_transports(self._io)
-            for transport in self._transports.values():
-                await transport.start()
+            for name in list(self._transports):
+                await self._start_transport(name)
         except BaseException:
             self.abort()
             raise
         self._say_what_was_chosen()
 
+    async def _start_transport(self, name: str) -> None:
+        try:
+            await self._transports[name].start()
+        except UcxUnavailable as error:
+            if self._config.transport == "ucx":
+                raise
+            _LOG.warning("transfer: auto does not use ucx, though there is RDMA: %s", error)
+            self._counters.add(fallbacks=1)
+            del self._transports[name]
+            self._endpoint = structs.replace(self._endpoint, ucx="")
+
     def _open_transports(self, io: IoThread) -> None:
         config = self._config
-        loopback = f"local-{next(_LOOPBACK_NUMBERS)}" if config.port == 0 else f"port-{config.port}"
-        tcp = shm = ""
+        tcp = shm = ucx = loopback = ""
         if config.transport != "loopback":
-            self._tcp = TcpTransport(config, self.incarnation, self._regions, self._counters, io)
+            self._tcp = TcpTransport(
+                config, self.incarnation, self._regions, self._counters, io, self._copiers
+            )
             self._transports["tcp"] = self._tcp
             tcp = self._tcp.address
         if self._wants_shm:
             shm = f"kvferry/{tcp}"  # a restart on the same port answers at the same name
             self._shm = ShmTransport(config, self.incarnation, self._regions, io, self._copier, shm)
             self._transports["shm"] = self._shm
+        if self._wants_ucx and self._tcp is not None:
+            self._ucx = UcxTransport(
+                config, self.incarnation, self._regions, self._counters, beside=self._tcp.port
+            )
+            self._transports["ucx"] = self._ucx
+            ucx = self._ucx.address
         if config.transport in ("auto", "loopback"):
+            # A restart on the same port answers at the same name, here as well.
+            loopback = tcp or f"local-{config.port or next(_LOOPBACK_NUMBERS)}"
             owner = LoopbackOwner(self.incarnation, self._regions, self._counters)
-            self._loopback = LoopbackTransport(loopback, owner, self._copier)
+            self._loopback = LoopbackTransport(loopback, owner, self._copier, self._devices)
             self._transports["loopback"] = self._loopback
-        else:
-            loopback = ""
         self._endpoint = Endpoint(
-            self.incarnation, process_id(), host_id(), loopback=loopback, shm=shm, tcp=tcp
+            self.incarnation,
+            process_id(),
+            host_id(),
+            loopback=loopback,
+            shm=shm,
+            tcp=tcp,
+            ucx=ucx,
         )
+        self._transports = self._faults.wrap(self._transports)
 
     def _say_what_was_chosen(self) -> None:
-        asked = self._config.transport
+        asked, what = self._config.transport, self.describe()
         if asked != "auto":
-            _LOG.info("transfer: %s, as configured; tcp at %s", asked, self.address or "none")
-        elif self._shm is not None:
-            _LOG.info(
-                "transfer: auto chose shm for processes of this host (memfd and abstract sockets "
-                "work), loopback within this process, tcp at %s for other hosts",
-                self.address,
-            )
+            _LOG.info("transfer: %s as configured: %s", asked, what)
+        elif self._shm is not None or self._endpoint.ucx:
+            shm = "auto chose shm for this host (memfd works)" if self._shm else "no shared memory"
+            far = "ucx (RDMA)" if self._endpoint.ucx else "tcp (no RDMA device with ucx)"
+            _LOG.info("transfer: %s, %s for other hosts: %s", shm, far, what)
         else:
             _LOG.warning("transfer: auto fell back to tcp at %s: no shared memory", self.address)
             self._counters.add(fallbacks=1)
 
-    def register(self, buffer: object) -> HostRegion:
-        """Register a C-contiguous numpy array, torch CPU tensor, mmap or bytearray.
+    def describe(self) -> str:
+        """Return for people by what and where peers reach this engine."""
+        shm = "shm by memfd" if self._endpoint.shm else ""
+        ucx = self._ucx.details() if self._ucx is not None and self._endpoint.ucx else ""
+        tcp = f"tcp at {self.address}" if self.address else ""
+        loopback = "loopback in this process" if self._endpoint.loopback else ""
+        return "; ".join(filter(None, (ucx, shm, loopback, tcp))) or "not started"
 
-        A slice of what ``allocate`` returned stays reachable through shared memory.
+    def register(self, buffer: object) -> RegisteredRegion:
+        """Register a C-contiguous numpy array, torch tensor, mmap, bytearray or CUDA array.
+
+        A slice of what ``allocate`` returned stays reachable through shared memory. Memory of a
+        device: an operation of ours begins after all work of the calling thread's current stream,
+        and has ended on the device when it returns. For an operation of a peer the owner orders:
+        what it tells a peer to read must be there (synchronise first).
 
         Raises:
-            TypeError: not a buffer in host memory.
+            TypeError: not a buffer in host or CUDA memory.
             ValueError: not contiguous.
             PeerClosed: the engine is closed.
         """
@@ -181,7 +238,7 @@ class TransferEngine:
         self._check_not_closed()
         return self._regions.allocate(nbytes, shared=self._wants_shm)
 
-    def _encode_token(self, region: HostRegion, rights: Rights, capability: bytes) -> bytes:
+    def _encode_token(self, region: RegisteredRegion, rights: Rights, capability: bytes) -> bytes:
         assert self._state is _State.RUNNING, f"export() while the engine is {self._state.value}"
         return encode_token(
             Token(
@@ -240,7 +297,8 @@ class TransferEngine:
             move = self._check(right, decode_token(token), ranges, region, deadline_s)
             move = move._replace(priority=priority)
             if move.ranges:
-                await self._move(move)
+                with self._limit.admit(move.token.endpoint.incarnation):
+                    await self._router.move(move, self._endpoint, self._transports)
         except (TransferError, asyncio.CancelledError):
             self._counters.add(operations=1, errors=1, ranges_asked=len(ranges))
             raise
@@ -261,11 +319,11 @@ class TransferEngine:
         """Return the operation with merged ranges, or raise what is wrong with it."""
         self._check_not_closed()
         assert self._state is _State.RUNNING, "the engine was not started"
-        if not isinstance(region, HostRegion) or not self._regions.owns(region):
+        if not isinstance(region, RegisteredRegion) or not self._regions.owns(region):
             raise FrameInvalid("the local region is not one of this engine")
         if region.revoked:
             raise RegionRevoked("the local region is revoked")
-        if right == "r" and region.view.readonly:
+        if right == "r" and region.readonly:
             raise Unauthorized("the local region is read-only; nothing can be read into it")
         if right not in token.rights:
             raise Unauthorized(f"the token grants {token.rights!r}, {right!r} is needed")
@@ -278,52 +336,6 @@ class TransferEngine:
         if merged and remaining_s(deadline_s) <= 0:
             raise DeadlineExceeded("the deadline had passed before the operation began")
         return Move(right, token, merged, region, deadline_s)
-
-    async def _move(self, move: Move) -> None:
-        endpoint = move.token.endpoint
-        name = choose(self._config.transport, self._endpoint, move.token)
-        if name is None:
-            raise PeerUnreachable(
-                f"transport {self._config.transport!r} does not reach {endpoint.incarnation} "
-                f"(tcp {endpoint.tcp or 'not offered'}); use 'auto' or 'tcp' on both sides"
-            )
-        reason = ""
-        if name == "shm":
-            reason = await self._try_shm(move)
-            if not reason:
-                return
-            name = "tcp"
-        elif name == "tcp" and self._config.transport == "shm":
-            reason = "its region is not in shared memory of this host"
-        await self._transports[name].move(move)
-        if reason:
-            self._fall_back(move, reason)
-
-    async def _try_shm(self, move: Move) -> str:
-        """Move by shared memory; return why that was not possible, empty if it was done."""
-        incarnation = move.token.endpoint.incarnation
-        if self._fallbacks.get(incarnation, False):
-            return "it could not share memory before"
-        try:
-            await self._transports["shm"].move(move)
-        except ShmUnavailable as error:
-            if not move.token.endpoint.tcp:
-                raise
-            return str(error)
-        return ""
-
-    def _fall_back(self, move: Move, reason: str) -> None:
-        """A slower path worked: keep to it, and say so once for each peer."""
-        endpoint = move.token.endpoint
-        given_up = move.token.in_shared_memory and endpoint.host == self._endpoint.host
-        before = self._fallbacks.get(endpoint.incarnation)
-        self._fallbacks[endpoint.incarnation] = given_up or before is True
-        if before is not None:
-            return
-        if len(self._fallbacks) > MAX_FALLBACKS:
-            del self._fallbacks[next(iter(self._fallbacks))]
-        self._counters.add(fallbacks=1)
-        _LOG.warning("transfer: %s is reached by tcp, not shm: %s", endpoint.tcp, reason)
 
     def _check_not_closed(self) -> None:
         if self._state is _State.CLOSED:
@@ -341,7 +353,7 @@ class TransferEngine:
         self._state = _State.CLOSED
         self._copier.close()
         try:
-            for transport in (self._loopback, self._shm, self._tcp):
+            for transport in (self._loopback, self._shm, self._ucx, self._tcp):
                 if transport is not None:
                     await transport.close()
         finally:
@@ -358,7 +370,11 @@ class TransferEngine:
     def _stop(self) -> None:
         """Release everything. Idempotent."""
         self._state = _State.CLOSED
+        self._faults.close()
         self._copier.close()
+        self._copiers.close()
+        if self._ucx is not None:
+            self._ucx.stop(PeerClosed("this transfer engine was closed"))
         if self._io is not None:
             self._io.stop(self._release)
         self._regions.revoke_all()

@@ -1,4 +1,4 @@
-"""Errors as numbers, for the wires that have no room for names: tcp and shm.
+"""Errors as numbers, for the wires that have no room for names: tcp, shm and ucx.
 
 Owns the mapping, in both directions, and nothing else.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transfer.errors import (
     DeadlineExceeded,
+    DeviceFailed,
     FrameInvalid,
     HelloRefused,
     PeerClosed,
@@ -25,7 +26,10 @@ STATUS_ERRORS: tuple[type[TransferError], ...] = (
     HelloRefused,
     PeerClosed,
     DeadlineExceeded,
+    DeviceFailed,
 )
+
+MAX_TEXT_NBYTES = 1000  # of a reason, as far as it is kept: it ends up in logs
 
 
 def status_of(error: TransferError | None) -> int:
@@ -37,6 +41,7 @@ def error_of(status: int, text: bytes) -> TransferError | None:
     """Return the error a peer reported; None for success."""
     if status == 0:
         return None
-    if status > len(STATUS_ERRORS):
+    if not 0 < status <= len(STATUS_ERRORS):
         return FrameInvalid(f"unknown status {status} from the peer")
-    return STATUS_ERRORS[status - 1](text.decode("utf-8", "replace") or "refused by the peer")
+    told = text[:MAX_TEXT_NBYTES].decode("utf-8", "replace")
+    return STATUS_ERRORS[status - 1](told or "refused by the peer")

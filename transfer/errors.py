@@ -12,6 +12,7 @@
     ├── Unauthorized        missing right, wrong secret, forged token
     ├── FrameInvalid        bytes from a peer that do not follow the protocol, or bad ranges
     ├── HelloRefused        the peers do not fit together; both sides are in the message
+    ├── DeviceFailed        a device refused a copy, or the host has no pinned memory for it
     └── RemoteFailed        the peer's handler answered with an error (``code``, ``message``)
 
 Foreign exceptions (``OSError``, ``zmq.ZMQError``, ...) are translated in one place per transport.
@@ -60,6 +61,10 @@ class FrameInvalid(TransferError):
 
 class HelloRefused(TransferError):
     """The peers do not fit together; the message prints both sides."""
+
+
+class DeviceFailed(TransferError):
+    """A device reported an error, or the host has no pinned memory to reach it through."""
 
 
 class RemoteFailed(TransferError):

@@ -17,12 +17,13 @@ import threading
 class Gate:
     """Counts those inside; refuses entry once closed."""
 
-    __slots__ = ("_condition", "_inside", "_open")
+    __slots__ = ("_inside", "_lock", "_open", "_quiet")
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._inside = 0
         self._open = True
+        self._quiet: threading.Event | None = None  # made by a close that has to wait
 
     @property
     def is_open(self) -> bool:
@@ -30,24 +31,27 @@ class Gate:
 
     def enter(self) -> bool:
         """Go inside; False if the gate is closed. Every True needs one ``leave``."""
-        with self._condition:
+        with self._lock:
             if self._open:
                 self._inside += 1
             return self._open
 
     def leave(self) -> None:
-        with self._condition:
+        with self._lock:
             self._inside -= 1
             assert self._inside >= 0, "left a gate that was not entered"
-            if not self._open and self._inside == 0:
-                self._condition.notify_all()
+            if self._quiet is not None and self._inside == 0:
+                self._quiet.set()
 
     def close(self) -> None:
         """Shut the gate and wait until nobody is inside. Idempotent."""
-        with self._condition:
+        with self._lock:
             self._open = False
-            while self._inside:
-                self._condition.wait()
+            if self._inside == 0:
+                return
+            if self._quiet is None:
+                self._quiet = threading.Event()
+        self._quiet.wait()
 
 
 def closed_gate() -> Gate:

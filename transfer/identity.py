@@ -13,6 +13,8 @@ from typing import NewType
 
 import msgspec
 
+MAX_NAME_NCHARS = 256  # of a node id or an incarnation: every peer keeps those of all others
+
 NodeId = NewType("NodeId", str)
 Incarnation = NewType("Incarnation", str)
 
@@ -28,11 +30,19 @@ class Role(StrEnum):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """One process life of one node."""
+    """One process life of one node. ValueError when a name is too long."""
 
     node_id: NodeId
     role: Role
     incarnation: Incarnation
+
+    def __post_init__(self) -> None:
+        for name in (self.node_id, self.incarnation):
+            if len(name) > MAX_NAME_NCHARS:
+                raise ValueError(
+                    f"{name[:20]!r}... has {len(name)} characters: give the node a name of at "
+                    f"most {MAX_NAME_NCHARS}"
+                )
 
 
 def new_identity(role: Role, node_id: str | None = None) -> Identity:

@@ -1,4 +1,4 @@
-"""Transport inside one process: a plain copy from one region to another.
+"""Transport inside one process: a copy from one region to another, be they on host or device.
 
 Owns the process-wide table of loopback engines. The same checks as on a wire: incarnation,
 capability, rights, bounds, revocation. Knows no sockets; works between engines of different event
@@ -8,14 +8,23 @@ loops and threads.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from transfer.copier import Access, Copier, Copy
 from transfer.counters import CounterBoard
+from transfer.device_stage import DeviceStages, Staged
 from transfer.errors import PeerUnreachable, Stale, Unauthorized
+from transfer.interface import Range
 from transfer.ranges import total_nbytes
-from transfer.region import HostRegion, RegionTable, check_spans
-from transfer.shm_memory import EngineState, gone_error
+from transfer.region import (
+    DeviceRegion,
+    HostRegion,
+    RegionTable,
+    RegisteredRegion,
+    check_spans,
+)
+from transfer.shm_control import EngineState, gone_error
 from transfer.token import Endpoint
 from transfer.transports import Move
 
@@ -41,7 +50,7 @@ _REGISTRY = _Registry(threading.Lock(), {})
 class _RegionAccess(Access):
     """Holds the remote region's gate for each piece."""
 
-    def __init__(self, region: HostRegion, owner: LoopbackOwner) -> None:
+    def __init__(self, region: RegisteredRegion, owner: LoopbackOwner) -> None:
         self._region = region
         self._owner = owner
 
@@ -53,15 +62,22 @@ class _RegionAccess(Access):
         self._region.gate.leave()
 
 
+def _swapped(ranges: Sequence[Range]) -> list[Range]:
+    return [Range(r.local_offset, r.remote_offset, r.nbytes) for r in ranges]
+
+
 class LoopbackTransport:
     """Reaches the engines of this process."""
 
     name = "loopback"
 
-    def __init__(self, address: str, owner: LoopbackOwner, copier: Copier) -> None:
+    def __init__(
+        self, address: str, owner: LoopbackOwner, copier: Copier, devices: DeviceStages
+    ) -> None:
         self._address = address
         self._owner = owner
         self._copier = copier
+        self._devices = devices
 
     async def start(self) -> None:
         with _REGISTRY.lock:
@@ -84,13 +100,47 @@ class LoopbackTransport:
             )
         region = owner.regions.authorize(move.token.region_id, move.token.capability, move.right)
         check_spans([(r.remote_offset, r.nbytes) for r in move.ranges], region.nbytes)
-        if move.right == "w" and region.view.readonly:
+        if move.right == "w" and region.readonly:
             raise Unauthorized("the region is read-only")
-        access = _RegionAccess(region, owner)
-        to_local = move.right == "r"
-        copy = Copy(move.region.view, region.view, move.ranges, access, to_local)
-        await self._copier.copy(copy, move.deadline_s)
+        if isinstance(region, DeviceRegion):
+            await self._move_device(move, region, owner)
+        else:
+            access = _RegionAccess(region, owner)
+            copy = Copy(
+                move.region.view,
+                region.view,
+                move.ranges,
+                access,
+                move.right == "r",
+                move.priority,
+            )
+            await self._copier.copy(copy, move.deadline_s)
         owner.counters.add(bytes_served=total_nbytes(move.ranges))
+
+    async def _move_device(self, move: Move, region: DeviceRegion, owner: LoopbackOwner) -> None:
+        """The owner's memory is on a device: slots of this engine lie between it and ours."""
+        staged = Staged(
+            region,
+            _swapped(move.ranges),
+            into_device=move.right == "w",
+            peer=owner.incarnation,
+            priority=move.priority,
+            deadline_s=move.deadline_s,
+            refusal=lambda: gone_error(owner.state),
+        )
+        pinned = self._devices.pinned_of(move.region)
+        if pinned is not None:
+            await self._devices.copy(staged, pinned)
+            return
+        access = _RegionAccess(region, owner)
+
+        async def wire(slot: HostRegion, ranges: list[Range]) -> None:
+            spans = _swapped(ranges)
+            to_local, priority = move.right == "r", move.priority
+            copy = Copy(move.region.view, slot.view, spans, access, to_local, priority)
+            await self._copier.copy(copy, move.deadline_s)
+
+        await self._devices.move(staged, wire)
 
     def disrupt(self, endpoint: Endpoint) -> None:
         """Nothing: within a process there is no connection that could break."""

@@ -1,24 +1,35 @@
 """Transport between processes of one host: the peer maps the memory and copies by itself.
 
 Owns the peers' connections; ``shm_owner`` and ``shm_peer`` are its two sides. The first use of a
-region costs one exchange over a unix socket; after it, a move is a memory copy and two looks at the
-control page.
+region costs one exchange over a unix socket; after it, a move is a memory copy in pieces, each
+between two kernel locks (``shm_presence``) and two looks at the control page (``shm_control``).
 
-Revocation is seen within one piece: a peer that is copying when the owner revokes may still touch
-the memory until the end of that piece, and its operation fails. An owner that hands the same bytes
-to somebody else at once must therefore verify what it finds there, for example by checksum.
+Revoking, closing and aborting return when no peer is inside of the memory any more, which takes
+one piece. A peer that was stopped in the middle of a piece is not waited for longer than
+``REVOKE_PATIENCE_S``: a revoked region's memory is then left behind for it (``shm_memory``), so
+that it never touches what the owner puts there next. ``close`` leaves the loop free meanwhile;
+revoking blocks its caller, who may do it on another thread: it is safe from any.
+
+The owner takes no part in a move: one that is stopped or busy is read and written all the same, and
+only the first use of a region waits for it. One that was killed ends its unix socket: operations on
+its memory raise ``PeerLost`` within a piece, and the memory is unmapped.
+
+A region that was left behind, was registered rather than allocated, or cannot be mapped for want of
+anything raises ``ShmUnavailable``: the engine reaches it by tcp.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 
 from transfer.config import TransferConfig
 from transfer.copier import Copier, Copy
 from transfer.errors import (
     DeadlineExceeded,
     FrameInvalid,
+    PeerClosed,
     PeerLost,
     PeerUnreachable,
     TransferError,
@@ -26,9 +37,10 @@ from transfer.errors import (
 )
 from transfer.io_thread import IoThread
 from transfer.region import RegionTable
-from transfer.shm_memory import ControlPage, EngineState
+from transfer.shm_control import ControlPage, EngineState
+from transfer.shm_mappings import Grant
 from transfer.shm_owner import ShmOwner, listen_abstract
-from transfer.shm_peer import Grant, ShmAccess, ShmPeer, open_peer
+from transfer.shm_peer import ShmAccess, ShmPeer, open_peer
 from transfer.token import Endpoint
 from transfer.transports import Move
 
@@ -47,15 +59,27 @@ class ShmTransport:
         copier: Copier,
         address: str,
     ) -> None:
+        """Listen at ``address``; nobody is served before ``start``.
+
+        Raises:
+            PeerUnreachable: the address is taken, or there is no descriptor or memory left.
+        """
         self.address = address
         self._incarnation = incarnation
         self._connect_timeout_s = config.connect_timeout_s
         self._io = io
         self._copier = copier
         self._listener: socket.socket = listen_abstract(address)
-        self._control = ControlPage()
+        try:
+            self._control = ControlPage()
+        except OSError as error:
+            self._listener.close()
+            raise PeerUnreachable(
+                f"cannot share memory: {error}; raise the limit on open files, or choose 'tcp'"
+            ) from error
         regions.attach(self._control)
         self._owner = ShmOwner(incarnation, regions, self._control)
+        self._control.on_withdrawn = self._on_withdrawn
         self._peers: dict[tuple[str, str], ShmPeer] = {}  # filled on the I/O loop only
         self._opening: dict[tuple[str, str], asyncio.Task[ShmPeer]] = {}
 
@@ -74,14 +98,16 @@ class ShmTransport:
         if any(r.remote_offset + r.nbytes > grant.view.nbytes for r in move.ranges):
             raise FrameInvalid(f"range outside of the region of {grant.view.nbytes} bytes")
         access = ShmAccess(peer, grant.region_id)
-        copy = Copy(move.region.view, grant.view, move.ranges, access, move.right == "r")
+        copy = Copy(
+            move.region.view, grant.view, move.ranges, access, move.right == "r", move.priority
+        )
         await self._copier.copy(copy, move.deadline_s)
 
     async def _grant(self, move: Move) -> tuple[ShmPeer, Grant]:
         token = move.token
         peer = self._peers.get((token.endpoint.shm, token.endpoint.incarnation))
         if peer is not None and peer.alive:
-            grant = peer.known_grant(token.region_id, token.capability)
+            grant = peer.mappings.get(token.region_id, token.capability)
             if grant is not None:
                 peer.check(grant.region_id)
                 return peer, grant
@@ -110,33 +136,41 @@ class ShmTransport:
 
     def _on_attempt(self, key: tuple[str, str], attempt: asyncio.Task[ShmPeer]) -> None:
         del self._opening[key]
-        if not attempt.cancelled() and attempt.exception() is None:
-            self._peers = {k: p for k, p in self._peers.items() if p.alive}
-            self._peers[key] = attempt.result()
+        if not attempt.cancelled():
+            attempt.exception()  # whoever asked may have gone
 
     async def _connect(self, key: tuple[str, str]) -> ShmPeer:
+        """Connect, and put the peer among the others before anything else can happen."""
         address, incarnation = key
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                return await open_peer(address, self._incarnation, incarnation)
+                peer = await open_peer(address, self._incarnation, incarnation)
         except TimeoutError:
             raise PeerUnreachable(
                 f"the owner at {address!r} did not answer within {self._connect_timeout_s} s"
             ) from None
+        self._peers = {k: p for k, p in self._peers.items() if p.alive}
+        self._peers[key] = peer
+        return peer
+
+    def _on_withdrawn(self, region_id: int) -> None:
+        """A region was revoked, on any thread: let the peers that mapped it know."""
+        if self._owner.is_mapped(region_id):
+            with suppress(PeerClosed):  # this engine ends: so do its connections
+                self._io.call(self._owner.tell_withdrawn, region_id)
 
     def disrupt(self, endpoint: Endpoint) -> None:
-        self._io.call(self._disrupt, (endpoint.shm, endpoint.incarnation))
-
-    def _disrupt(self, key: tuple[str, str]) -> None:
-        peer = self._peers.get(key)
+        peer = self._peers.get((endpoint.shm, endpoint.incarnation))
         if peer is not None:
-            peer.close(PeerLost(f"the connection to {key[0]} was broken on purpose"))
+            peer.alive = False  # at once: whoever comes next connects anew
+            error = PeerLost(f"the connection to {endpoint.shm} was broken on purpose")
+            self._io.call(peer.close, error)
 
     async def close(self) -> None:
-        self._control.set_state(EngineState.CLOSED)
+        await self._control.end_in_order(EngineState.CLOSED)
 
     def abort(self) -> None:
-        self._control.set_state(EngineState.ABORTED)
+        self._control.end(EngineState.ABORTED)
 
     def release(self, error: TransferError) -> None:
         """Close every socket at once. On the I/O loop, after ``close`` or ``abort``."""

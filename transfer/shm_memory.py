@@ -1,59 +1,38 @@
-"""Shared memory of this host: anonymous files, and the words by which an owner revokes.
+"""Memory that an owner allocates, private or shared with peers of this host.
 
-Owns memfds and their mappings; knows no sockets and no tokens. Nothing here has a name in any file
-system: the kernel frees everything when the last process that holds it ends, however it ends.
+Owns the mappings and their files; knows no sockets, no tokens and no regions. Nothing here has a
+name in any file system: the kernel frees everything when the last process that holds it ends,
+however it ends.
 
-The *control page* is one memfd of 64-bit words for each engine::
+Memory can be *left behind* for a peer that was stopped while it copied (SIGSTOP, a debugger) and
+may go on at any time::
 
-    word 0           state of the engine: OPEN, CLOSED (said goodbye) or ABORTED
-    word 1 + slot    id of the region that lives in this slot; 0 when none does
+    shared:  owner ──▶ file ◀── peer          left behind:  owner ──▶ private copy
+                                                            file ◀── peer, alone
 
-Peers read it before, during and after each copy. Region ids are never used twice, so a word that
-still equals the id means: not revoked. One word is stored by one aligned 8-byte move.
+The owner's addresses stay the same and no store of its threads is lost: the kernel copies each page
+when it is next written. What the peer writes when it wakes up is seen by nobody.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
 import sys
 from contextlib import suppress
-from enum import IntEnum
 
 from transfer.buffers import address_of
-from transfer.errors import PeerClosed, PeerLost, RegionRevoked, TransferError
+from transfer.shm_files import create_sealed, seal_for_good
 
-MAX_REGIONS = 65_535
 HUGE_PAGES_FROM_NBYTES = 4 << 20
-CONTROL_NBYTES = 8 * (MAX_REGIONS + 1)
-
-
-class EngineState(IntEnum):
-    """Word 0 of the control page."""
-
-    OPEN = 1
-    CLOSED = 2
-    ABORTED = 3
-
-
-def gone_error(state: int) -> TransferError:
-    """Return why memory of an engine in ``state`` is not there any more."""
-    if state == EngineState.CLOSED:
-        return PeerClosed("the peer closed its transfer engine")
-    if state == EngineState.ABORTED:
-        return PeerLost("the peer's transfer engine was aborted")
-    return RegionRevoked("the region was revoked by its owner")
+MAX_LEFT_BEHIND_NBYTES = 1 << 30  # it is copied: a segment of most of the memory must not be
 
 
 def shared_memory_available() -> bool:
     """True where memory can be shared through anonymous files and abstract sockets."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
-
-
-def slot_of(region_id: int) -> int:
-    """Return the control slot that a region id carries in its low bits."""
-    return region_id & 0xFFFF
 
 
 def use_huge_pages(mapped: mmap.mmap, nbytes: int) -> None:
@@ -69,6 +48,18 @@ def use_huge_pages(mapped: mmap.mmap, nbytes: int) -> None:
 
 
 _FILE_IDS = itertools.count(1)
+_MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 
 
 class Allocation:
@@ -84,10 +75,10 @@ class Allocation:
         self.fd: int | None = None
         self._users = 0
         if shared:
-            self.fd = os.memfd_create("kvferry", os.MFD_CLOEXEC)
+            self.fd = create_sealed("kvferry", nbytes)
             try:
-                os.ftruncate(self.fd, nbytes)
                 self._map = mmap.mmap(self.fd, nbytes)
+                seal_for_good(self.fd)
             except OSError:
                 os.close(self.fd)
                 raise
@@ -111,43 +102,36 @@ class Allocation:
 
     def release(self) -> None:
         self._users -= 1
-        if self._users == 0 and self.fd is not None:
+        if self._users == 0:
+            self.stop_sharing()
+
+    def stop_sharing(self) -> None:
+        """Hand the file to nobody any more. Idempotent."""
+        if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
+    def leave_behind(self) -> bool:
+        """Keep the bytes and the addresses, but give up the file to the peers that map it.
 
-class ControlPage:
-    """The owner's side of the control words."""
+        Returns False where that is not possible: the memory is too large to be copied, or the
+        kernel refuses (it is too old, or out of memory). Memory that a driver pinned (a GPU's, a
+        network card's) stays what the driver sees: register it anew. Does nothing to private
+        memory.
+        """
+        if self.fd is None:
+            return True
+        if self.nbytes > MAX_LEFT_BEHIND_NBYTES or not self._map_privately(self.fd):
+            return False
+        self.stop_sharing()
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)  # copies every page now
+        except OSError:
+            return False
+        return True
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("kvferry-control", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, CONTROL_NBYTES)
-        self._words = memoryview(mmap.mmap(self.fd, CONTROL_NBYTES)).cast("Q")
-        self._words[0] = EngineState.OPEN
-
-    def set_state(self, state: EngineState) -> None:
-        self._words[0] = state
-
-    def publish(self, region_id: int) -> None:
-        self._words[1 + slot_of(region_id)] = region_id
-
-    def withdraw(self, region_id: int) -> None:
-        self._words[1 + slot_of(region_id)] = 0
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-class ControlView:
-    """A peer's side of the control words; read-only."""
-
-    def __init__(self, fd: int) -> None:
-        mapped = mmap.mmap(fd, CONTROL_NBYTES, prot=mmap.PROT_READ)
-        self._words = memoryview(mapped).cast("Q")
-
-    @property
-    def state(self) -> int:
-        return self._words[0]
-
-    def holds(self, region_id: int) -> bool:
-        return self._words[1 + slot_of(region_id)] == region_id
+    def _map_privately(self, fd: int) -> bool:
+        """Replace our mapping, in one step, by a private one of the same bytes."""
+        both, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        at: int = _LIBC.mmap(self.address, self.nbytes, both, flags, fd, 0)
+        return at == self.address

@@ -1,18 +1,20 @@
 """The side of shm that maps a peer's memory: one connection to one owner, and what it granted.
 
-Owns the mappings. The connection lives on the I/O loop; a ``Grant`` is used from copy threads. A
-grant may be used while the owner lives (``alive``), is open (control word 0) and has not revoked
-the region (its control word): ``ShmAccess`` checks all three around each piece.
+Owns the connection. It lives on the I/O loop; a ``Grant`` is used from copy threads, a piece at a
+time, and each piece is bracketed by ``ShmAccess``::
+
+    enter   presence: the owner's revoke() waits for us from now on
+            owner alive, its engine open, the region's word unchanged?   no ─▶ out, and an error
+    (copy one piece)
+    leave   presence: out
+            the same questions again: a piece whose memory was given up meanwhile did not happen
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import mmap
-import os
 import socket
-from typing import NamedTuple
 
 from transfer.copier import Access
 from transfer.error_codes import error_of
@@ -24,8 +26,11 @@ from transfer.errors import (
     Stale,
     TransferError,
 )
-from transfer.shm_memory import ControlView, EngineState, gone_error, use_huge_pages
+from transfer.shm_control import ControlView, EngineState, gone_error
+from transfer.shm_mappings import Grant, Mappings
+from transfer.shm_presence import Presence
 from transfer.shm_wire import (
+    NOT_SHARED,
     SHM_PROTOCOL_VERSION,
     HelloPacket,
     MapPacket,
@@ -33,69 +38,75 @@ from transfer.shm_wire import (
     PlacePacket,
     RefusalPacket,
     WelcomePacket,
+    WithdrawnPacket,
+    close_all,
     is_same_user,
     receive_packet,
     send_packet,
 )
 
 
+MAX_MAP_REQUESTS = 1024  # without an answer; the kernel takes a few hundred that are not read
+
+_DEAF = "the owner does not answer map requests"
+_Wanted = tuple[int, bytes]  # region id and capability
+
+
 class ShmUnavailable(PeerUnreachable):
     """No owner that can share memory with us answers at the address; tcp may still reach it."""
 
 
-class Grant(NamedTuple):
-    """One mapped region, as one capability allows it."""
-
-    region_id: int
-    view: memoryview
-    rights: str
-    file_id: int
+class RegionNotShared(ShmUnavailable):
+    """This one region cannot be mapped (any more); others of the same owner can."""
 
 
 class ShmPeer:
     """A connection to one incarnation of one owner. Made by ``open_peer``."""
 
-    def __init__(self, sock: socket.socket, control: ControlView) -> None:
+    def __init__(self, sock: socket.socket, control: ControlView, presence: Presence) -> None:
         self._sock = sock
-        self.control = control
+        self._control = control
+        self.presence = presence
+        self.mappings = Mappings()
         self.alive = True
-        self._files: dict[int, memoryview] = {}
-        self._grants: dict[tuple[int, bytes], Grant] = {}
-        self._replies: dict[int, asyncio.Future[Grant]] = {}
+        self._ended_by: TransferError = PeerLost("the owner of the shared memory is gone")
+        self._requests: dict[int, _Wanted] = {}
+        self._replies: dict[_Wanted, asyncio.Future[Grant]] = {}  # one for each request
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._on_readable)
 
-    def known_grant(self, region_id: int, capability: bytes) -> Grant | None:
-        """Return what is mapped already. Thread-safe."""
-        return self._grants.get((region_id, capability))
-
     async def map(self, region_id: int, capability: bytes) -> Grant:
-        """Ask the owner for a region. On the I/O loop."""
+        """Ask the owner for a region; who asks for the same one meanwhile shares the answer.
+
+        On the I/O loop. A request whose askers were all cancelled maps the region all the same.
+
+        Raises:
+            ShmUnavailable: the region cannot be mapped, or the owner does not read its requests.
+            TransferError: the owner refused, or is gone.
+        """
         if not self.alive:
-            raise PeerLost("the owner of the shared memory is gone")
+            raise self._end()
+        grant = self.mappings.get(region_id, capability)
+        if grant is not None:
+            return grant
+        wanted = (region_id, capability)
+        if wanted not in self._replies:
+            self._ask(wanted)
+        return await asyncio.shield(self._replies[wanted])
+
+    def _ask(self, wanted: _Wanted) -> None:
+        if len(self._requests) >= MAX_MAP_REQUESTS:
+            raise ShmUnavailable(_DEAF)
         number = next(self._numbers)
-        reply: asyncio.Future[Grant] = self._loop.create_future()
-        self._replies[number] = reply
         try:
-            send_packet(self._sock, MapPacket(number, region_id, capability))
-            grant = await reply
+            send_packet(self._sock, MapPacket(number, *wanted))
+        except BlockingIOError:
+            raise ShmUnavailable(_DEAF) from None
         except OSError as error:
             raise PeerLost(f"the owner of the shared memory is gone: {error}") from error
-        finally:
-            self._replies.pop(number, None)
-        grant = grant._replace(region_id=region_id)
-        self._grants[region_id, capability] = grant
-        self._sweep()
-        return grant
-
-    def _sweep(self) -> None:
-        """Unmap what its owner has revoked."""
-        for key in [k for k in self._grants if not self.control.holds(k[0])]:
-            del self._grants[key]
-        used = {grant.file_id for grant in self._grants.values()}
-        for file_id in [f for f in self._files if f not in used]:
-            del self._files[file_id]
+        self._requests[number] = wanted
+        self._replies[wanted] = self._loop.create_future()
 
     def _on_readable(self) -> None:
         try:
@@ -111,77 +122,106 @@ class ShmPeer:
             else:
                 self._on_packet(packet, fds)
         finally:
-            for fd in fds:
-                os.close(fd)  # a mapping keeps the memory, not the descriptor
+            close_all(fds)  # a mapping keeps the memory, not the descriptor
 
     def _on_packet(self, packet: Packet, fds: list[int]) -> None:
-        number = packet.number if isinstance(packet, PlacePacket | RefusalPacket) else 0
-        reply = self._replies.get(number)
-        if reply is None or reply.done():
-            return
-        if isinstance(packet, RefusalPacket):
-            reply.set_exception(
-                error_of(packet.status, packet.text.encode())
-                or FrameInvalid("refused with success")
-            )
-        elif isinstance(packet, PlacePacket) and fds:
-            try:
-                reply.set_result(self._place(packet, fds[0]))
-            except (OSError, ValueError) as error:
-                reply.set_exception(FrameInvalid(f"cannot map the owner's memory: {error}"))
+        if isinstance(packet, WithdrawnPacket):
+            if not self._control.holds(packet.region_id):
+                self.mappings.forget(packet.region_id)
+        elif isinstance(packet, PlacePacket | RefusalPacket):
+            self._on_reply(packet, fds)
+        else:
+            self.close(PeerLost(f"{type(packet).__name__} out of order from the owner"))
 
-    def _place(self, packet: PlacePacket, fd: int) -> Grant:
-        whole = self._files.get(packet.file_id)
-        if whole is None:
-            mapped = mmap.mmap(fd, packet.file_nbytes)
-            use_huge_pages(mapped, packet.file_nbytes)
-            whole = memoryview(mapped)
-            self._files[packet.file_id] = whole
-        view = whole[packet.offset : packet.offset + packet.nbytes]
-        if view.nbytes != packet.nbytes:
-            raise ValueError("the place lies outside of its file")
-        return Grant(0, view, packet.rights, packet.file_id)
+    def _on_reply(self, packet: PlacePacket | RefusalPacket, fds: list[int]) -> None:
+        wanted = self._requests.pop(packet.number, None)
+        if wanted is None:
+            return  # nobody asked
+        reply, region_id = self._replies.pop(wanted), wanted[0]
+        try:
+            if isinstance(packet, RefusalPacket):
+                raise _refusal(packet)
+            if len(fds) != 1:
+                raise FrameInvalid(f"a place comes with one descriptor, this one with {len(fds)}")
+            grant = self.mappings.add(*wanted, packet, fds[0])
+        except TransferError as error:
+            _fail(reply, error)
+            return
+        if not self._control.holds(region_id):  # revoked before the owner knew of this mapping
+            self.mappings.forget(region_id)
+        reply.set_result(grant)
 
     def _gone(self) -> TransferError:
-        if self.control.state == EngineState.CLOSED:
+        if self._control.state == EngineState.CLOSED:
             return gone_error(EngineState.CLOSED)
         return PeerLost("the owner of the shared memory is gone")
 
+    def _end(self) -> TransferError:
+        """Return why this side closed the connection; a new error for each operation."""
+        return type(self._ended_by)(*self._ended_by.args)
+
     def check(self, region_id: int) -> None:
         """Raise unless the region may be touched. Thread-safe."""
-        state = self.control.state
+        control = self._control
+        state = control.state
         if state != EngineState.OPEN:
             raise gone_error(state)
         if not self.alive:
-            raise PeerLost("the owner of the shared memory is gone")
-        if not self.control.holds(region_id):
+            raise self._end()
+        if not control.holds(region_id):
+            if control.moved(region_id):
+                raise RegionNotShared("the region is not in shared memory any more")
             raise RegionRevoked("the region was revoked by its owner")
 
     def close(self, error: TransferError) -> None:
         """On the I/O loop. Idempotent."""
-        if not self.alive:
+        if self._sock.fileno() < 0:
             return
+        self._ended_by = error
         self.alive = False
         self._loop.remove_reader(self._sock)
         self._sock.close()
         for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
-        self._grants.clear()
-        self._files.clear()
+            _fail(reply, error)
+        self._requests.clear()
+        self._replies.clear()
+        self.mappings.clear()
+        self.presence.close()
+
+
+def _fail(reply: asyncio.Future[Grant], error: TransferError) -> None:
+    reply.set_exception(error)
+    reply.exception()  # whoever asked may have gone
+
+
+def _refusal(packet: RefusalPacket) -> TransferError:
+    if packet.status == NOT_SHARED:
+        return RegionNotShared(packet.text)
+    error = error_of(packet.status, packet.text.encode())
+    return error or FrameInvalid("the owner refused with success")
 
 
 class ShmAccess(Access):
-    """Checks the owner's words before and after each piece."""
+    """Keeps the owner from giving up the memory for the time of one piece."""
 
     def __init__(self, peer: ShmPeer, region_id: int) -> None:
         self._peer = peer
         self._region_id = region_id
 
     def enter(self) -> None:
-        self._peer.check(self._region_id)
+        inside = self._peer.presence.enter(self._region_id)
+        try:
+            self._peer.check(self._region_id)
+        except TransferError:
+            if inside:
+                self._peer.presence.leave(self._region_id)
+            raise
+        if not inside:
+            raise ShmUnavailable("the kernel has no lock left for one more piece")
 
     def leave(self) -> None:
+        """Out first: leaving orders what was copied before the second look at the words."""
+        self._peer.presence.leave(self._region_id)
         self._peer.check(self._region_id)
 
 
@@ -206,17 +246,29 @@ async def open_peer(name: str, own_incarnation: str, expected: str) -> ShmPeer:
             packet, fds = await _first_packet(loop, sock)
         except OSError as error:
             raise ShmUnavailable(f"nobody shares memory at {name!r}: {error}") from error
-        try:
-            return ShmPeer(sock, _accept_welcome(packet, fds, expected))
-        finally:
-            for fd in fds:
-                os.close(fd)
+        return ShmPeer(sock, *_accept_welcome(packet, fds, expected))
     except BaseException:
         sock.close()
         raise
 
 
-def _accept_welcome(packet: Packet | None, fds: list[int], expected: str) -> ControlView:
+def _accept_welcome(
+    packet: Packet | None, fds: list[int], expected: str
+) -> tuple[ControlView, Presence]:
+    """Return the control page, and our presence through its file. Takes over ``fds``."""
+    try:
+        _check_welcome(packet, fds, expected)
+        view = ControlView(fds[0])
+    except (OSError, ValueError) as error:
+        close_all(fds)
+        raise ShmUnavailable(f"cannot map the owner's control page: {error}") from error
+    except TransferError:
+        close_all(fds)
+        raise
+    return view, Presence(fds[0])
+
+
+def _check_welcome(packet: Packet | None, fds: list[int], expected: str) -> None:
     if packet is None:
         raise ShmUnavailable("the owner of the shared memory hung up")
     if not isinstance(packet, WelcomePacket) or len(fds) != 1:
@@ -230,10 +282,6 @@ def _accept_welcome(packet: Packet | None, fds: list[int], expected: str) -> Con
             f"the address answers as incarnation {packet.incarnation}, the token names "
             f"{expected}: the peer restarted"
         )
-    try:
-        return ControlView(fds[0])
-    except (OSError, ValueError) as error:
-        raise ShmUnavailable(f"cannot map the owner's control page: {error}") from error
 
 
 async def _first_packet(

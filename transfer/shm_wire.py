@@ -8,8 +8,10 @@ Owns the packet format and the passing of file descriptors. Knows no regions. ::
     MapPacket {number, region, capability} ─▶
                                            ◀─   PlacePacket {number, file, offset ...} + memory fd
                                            ◀─   RefusalPacket {number, status, text}
+                                           ◀─   WithdrawnPacket {region}, for what was mapped
 
-The connection stays open for as long as the peer uses the memory: its end tells of a dead owner.
+The connection stays open for as long as the peer uses the memory: its end tells of a dead owner. A
+``WithdrawnPacket`` only says that the memory can be unmapped; what revokes is the control page.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ import struct
 
 import msgspec
 
+from transfer.decoding import decode_foreign
 from transfer.errors import FrameInvalid
+from transfer.interface import Rights
 
-SHM_PROTOCOL_VERSION = 1
+SHM_PROTOCOL_VERSION = 2
 MAX_PACKET_NBYTES = 4096
+MAX_PACKET_FDS = 4  # the kernel closes what a peer sends beyond
+NOT_SHARED = 255  # status of a refusal: the region exists, but cannot be mapped
 _UCRED = struct.Struct("3i")
 
 
@@ -52,7 +58,7 @@ class PlacePacket(msgspec.Struct, frozen=True, tag="place"):
     file_nbytes: int
     offset: int
     nbytes: int
-    rights: str
+    rights: Rights
 
 
 class RefusalPacket(msgspec.Struct, frozen=True, tag="refusal"):
@@ -61,7 +67,11 @@ class RefusalPacket(msgspec.Struct, frozen=True, tag="refusal"):
     text: str
 
 
-Packet = HelloPacket | WelcomePacket | MapPacket | PlacePacket | RefusalPacket
+class WithdrawnPacket(msgspec.Struct, frozen=True, tag="withdrawn"):
+    region_id: int
+
+
+Packet = HelloPacket | WelcomePacket | MapPacket | PlacePacket | RefusalPacket | WithdrawnPacket
 _DECODER: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
 
 
@@ -80,15 +90,20 @@ def receive_packet(sock: socket.socket) -> tuple[Packet | None, list[int]]:
     Raises:
         FrameInvalid: not a packet; its descriptors are closed.
     """
-    data, fds, _, _ = socket.recv_fds(sock, MAX_PACKET_NBYTES, 4)
+    flags = socket.MSG_CMSG_CLOEXEC
+    data, fds, _, _ = socket.recv_fds(sock, MAX_PACKET_NBYTES, MAX_PACKET_FDS, flags)
     if not data:
         return None, fds
     try:
-        return _DECODER.decode(data), fds
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        for fd in fds:
-            os.close(fd)
-        raise FrameInvalid(f"not a packet of the shm transport: {error}") from error
+        return decode_foreign(data, _DECODER.decode, "a packet of the shm transport"), fds
+    except FrameInvalid:
+        close_all(fds)
+        raise
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def is_same_user(sock: socket.socket) -> bool:

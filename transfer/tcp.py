@@ -11,15 +11,19 @@ import asyncio
 
 from transfer.config import TransferConfig
 from transfer.counters import CounterBoard
+from transfer.device_copier import DeviceCopiers
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.io_thread import IoThread
 from transfer.region import RegionTable
-from transfer.tcp_client import TcpPeer
 from transfer.tcp_operation import TcpOperation
+from transfer.tcp_peer import TcpPeer
+from transfer.tcp_resolver import Resolver
 from transfer.tcp_server import TcpServer
 from transfer.tcp_sockets import join_address, listen
 from transfer.token import Endpoint
 from transfer.transports import Move
+
+MAX_NOW_RANGES = 16  # of a read that is sent from the application's thread
 
 
 class TcpTransport:
@@ -34,15 +38,17 @@ class TcpTransport:
         regions: RegionTable,
         counters: CounterBoard,
         io: IoThread,
+        copiers: DeviceCopiers,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._io = io
-        self._server = TcpServer(config, incarnation, regions, counters)
+        self._server = TcpServer(config, incarnation, regions, counters, copiers)
         self._sock = listen(config.host, config.port)
         self.port: int = self._sock.getsockname()[1]
         self.address = join_address(config.advertised, self.port)
-        self._peers: dict[tuple[str, str], TcpPeer] = {}  # touched on the I/O loop only
+        self._resolver = Resolver()
+        self._peers: dict[tuple[str, str], TcpPeer] = {}  # touched on the I/O loop, or lent, only
 
     async def start(self) -> None:
         self._io.call(self._server.serve, self._sock)
@@ -52,12 +58,22 @@ class TcpTransport:
         operation = TcpOperation(
             move, max_ranges=config.max_ranges_per_request, max_nbytes=config.request_nbytes
         )
-        self._io.call(self._submit, operation)
+        if not self._io.try_now(self._submit_now, operation):
+            self._io.call(self._submit, operation)
         try:
             await operation.wait()
         except BaseException:
             self._forget_soon(operation)
             raise
+
+    def _submit_now(self, operation: TcpOperation) -> bool:
+        """Ask from the application's thread if that takes no longer than telling the I/O thread."""
+        move, endpoint = operation.move, operation.move.token.endpoint
+        peer = self._peers.get((endpoint.tcp, endpoint.incarnation))
+        if peer is None or not peer.quiet or move.right == "w" or len(move.ranges) > MAX_NOW_RANGES:
+            return False
+        peer.submit(operation)
+        return True
 
     def _submit(self, operation: TcpOperation) -> None:
         endpoint = operation.move.token.endpoint
@@ -65,7 +81,7 @@ class TcpTransport:
         peer = self._peers.get(key)
         if peer is None:
             self._peers = {k: p for k, p in self._peers.items() if not p.idle}
-            peer = TcpPeer(self._config, self._incarnation, *key)
+            peer = TcpPeer(self._config, self._incarnation, self._io.loop, self._resolver, *key)
             self._peers[key] = peer
         peer.submit(operation)
 
@@ -100,7 +116,7 @@ class TcpTransport:
         )
 
     def release(self, error: TransferError) -> None:
-        """Close every socket at once. On the I/O loop, or after it has ended."""
+        """Close every socket at once. On the I/O loop."""
         self._server.abort(error)
         self._sock.close()
         for peer in self._peers.values():

@@ -1,53 +1,70 @@
-"""The side of tcp that asks: one connection, and the few connections to one peer.
+"""The side of tcp that asks: one connection.
 
-Owns requests in flight and their window. Runs on the I/O loop only. The peer is one incarnation at
-one address; a restart is another peer.
+Owns the requests in flight on it. Which request goes on which connection, and what becomes of its
+operation, is the peer's business (``tcp_peer``). Runs on the I/O loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from typing import Protocol
 
 from transfer.config import TransferConfig
 from transfer.error_codes import error_of
-from transfer.errors import FrameInvalid, PeerUnreachable, TransferError
+from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable, TransferError
 from transfer.tcp_codec import Header, Op, control_frame
-from transfer.tcp_handshake import NONCE_NBYTES, ClientHandshake
+from transfer.tcp_handshake import ClientHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import Request, TcpOperation
 from transfer.tcp_reader import Sink
+from transfer.tcp_resolver import Resolver
 from transfer.tcp_sockets import connect
-from transfer.tcp_window import RequestWindow
 from transfer.tcp_writer import Source
+
+
+class RequestOwner(Protocol):
+    """Hears how requests end. Each request that was started ends exactly once."""
+
+    def on_answered(self, request: Request, error: TransferError | None) -> None:
+        """The peer answered; without an error every byte has moved."""
+        ...
+
+    def on_withdrawn(self, request: Request) -> None:
+        """A write whose operation was over has stopped sending."""
+        ...
+
+    def on_link_lost(
+        self, link: ClientLink, requests: list[Request], error: TransferError
+    ) -> None: ...
 
 
 class ClientLink:
     """One connection that carries our requests."""
 
+    saturated = False  # answers are always taken: that is what lets the peer go on
+
     def __init__(
-        self, config: TransferConfig, handshake: ClientHandshake, on_gone: Callable[[], None]
+        self, config: TransferConfig, handshake: ClientHandshake, owner: RequestOwner
     ) -> None:
         self._handshake = handshake
-        self._on_gone = on_gone
+        self._owner = owner
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
-        self._operations: dict[TcpOperation, None] = {}  # ordered set
-        self._window: RequestWindow[Request] = RequestWindow(config.window_nbytes)
         self._piece_nbytes = config.piece_nbytes
         self._link: Link | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.load_nbytes = 0  # in flight on this connection
 
-    async def open(self, address: str) -> None:
+    async def open(self, address: str, resolver: Resolver) -> None:
         """Connect and exchange hellos; raises the ``TransferError`` of either."""
-        sock = await connect(address)
+        sock = await connect(address, resolver)
         self._link = Link(sock, self, piece_nbytes=self._piece_nbytes, name=address)
         try:
             self._link.send(self._handshake.first())
             await self._ready
+            if self._link.closed:  # between the last hello frame and now
+                raise PeerLost(f"{address} closed the connection after the hello")
         except BaseException:
             self._link.close(PeerUnreachable(f"{address} did not finish the hello"))
             raise
@@ -61,44 +78,11 @@ class ClientLink:
     def busy(self) -> bool:
         return bool(self._requests) or not self._ready.done()
 
-    @property
-    def load_nbytes(self) -> int:
-        return self._window.nbytes
-
-    @property
-    def num_operations(self) -> int:
-        return len(self._operations)
-
-    def submit(self, operation: TcpOperation) -> None:
-        self._operations[operation] = None
-        self._window.add(operation)
-        self._advance()
-
-    def forget(self, operation: TcpOperation) -> None:
-        """The operation was cancelled or failed: move no more of its bytes."""
-        if self._operations.pop(operation, 0) == 0:
-            return
-        operation.finished = True
-        self._window.drop(operation)
-        for request_id, request in list(self._requests.items()):
-            if request.operation is operation:
-                self._withdraw(request_id, request)
-        self._advance()
-
-    def _withdraw(self, request_id: int, request: Request) -> None:
-        """A read is cancelled at the peer; a write stops after its current frame (``on_end``)."""
-        if request.source is not None:
-            request.source.dropped = True
-        else:
-            self.link.send(control_frame(Op.CANCEL, request_id))
-
-    def _advance(self) -> None:
-        """Start as many requests as the window allows."""
-        while not self.link.closed and (request := self._window.next()) is not None:
-            self._start(next(self._ids), request)
-
-    def _start(self, request_id: int, request: Request) -> None:
+    def start(self, request: Request) -> None:
+        """Put a request on the wire."""
+        request_id = next(self._ids)
         self._requests[request_id] = request
+        self.load_nbytes += request.nbytes
         gate = request.operation.gate
         if request.operation.move.right == "r":
             request.sink = Sink(request_id, request.cursor(), gate, request.nbytes)
@@ -106,14 +90,33 @@ class ClientLink:
             return
 
         def on_end(complete: bool) -> None:
-            if not complete and self._requests.pop(request_id, None) is not None:
-                self._window.done(request.nbytes)
+            if not complete and self._take(request_id) is not None:
                 self.link.send(control_frame(Op.CANCEL, request_id))
-                self._advance()
+                self._owner.on_withdrawn(request)
 
-        request.source = Source(request_id, request.cursor(), gate, on_end)
+        priority = request.operation.move.priority
+        request.source = Source(request_id, request.cursor(), gate, on_end, priority)
         self.link.send(request.frame(request_id))
         self.link.add(request.source)
+
+    def _take(self, request_id: int) -> Request | None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.load_nbytes -= request.nbytes
+        return request
+
+    def withdraw(self, operation: TcpOperation) -> None:
+        """Move no more bytes of this operation.
+
+        A read is cancelled at the peer; a write stops after its current frame (``on_end``).
+        """
+        for request_id, request in list(self._requests.items()):
+            if request.operation is not operation:
+                continue
+            if request.source is not None:
+                self.link.drop(request.source)
+            else:
+                self.link.send(control_frame(Op.CANCEL, request_id))
 
     def sink_for(self, header: Header) -> Sink:
         request = self._requests.get(header.request_id)
@@ -143,130 +146,29 @@ class ClientLink:
         if answer:
             self.link.send(answer)
         elif not self._ready.done():
+            self.link.trust()
             self._ready.set_result(None)
 
     def _on_done(self, header: Header, body: bytes) -> None:
-        request = self._requests.pop(header.request_id, None)
+        request = self._requests.get(header.request_id)
         if request is None:
             return  # a write that was withdrawn while the peer answered
-        self._window.done(request.nbytes)
-        operation = request.operation
         error = error_of(header.status, body)
-        if error is None:
-            moved = request.sink.remaining == 0 if request.sink else self._all_sent(request)
-            if not moved and not operation.finished:
-                raise FrameInvalid(f"DONE for request {header.request_id} before all its bytes")
-            operation.settle(request)
-            if operation.finished:
-                self._operations.pop(operation, None)
-        else:
-            if request.source is not None and request.source.cursor.remaining:
-                self._stop_source(header.request_id, request.source)
-            operation.finish(error)
-            self.forget(operation)
-        self._advance()
-
-    @staticmethod
-    def _all_sent(request: Request) -> bool:
-        return request.source is not None and request.source.cursor.remaining == 0
+        if error is None and not request.moved and not request.operation.finished:
+            raise FrameInvalid(f"DONE for request {header.request_id} before all its bytes")
+        self._take(header.request_id)
+        if error is not None and request.source is not None and request.source.cursor.remaining:
+            self._stop_source(header.request_id, request.source)
+        self._owner.on_answered(request, error)
 
     def _stop_source(self, request_id: int, source: Source) -> None:
         """The peer refused a write early: end the frame that is out, then say so."""
-        source.dropped = True
         source.on_end = lambda _complete: self.link.send(control_frame(Op.CANCEL, request_id))
+        self.link.drop(source)
 
     def on_lost(self, error: TransferError) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
-        operations, self._operations = self._operations, {}
-        self._requests.clear()
-        for operation in operations:
-            operation.finish(error)
-        self._on_gone()
-
-
-class TcpPeer:
-    """All connections to one incarnation; makes them when they are needed."""
-
-    def __init__(self, config: TransferConfig, own: str, address: str, incarnation: str) -> None:
-        self._config = config
-        self._own = own
-        self._address = address
-        self._incarnation = incarnation
-        self._links: list[ClientLink] = []
-        self._waiting: dict[TcpOperation, None] = {}
-        self._connecting: set[asyncio.Task[None]] = set()
-
-    @property
-    def idle(self) -> bool:
-        return not (self._links or self._waiting or self._connecting)
-
-    def submit(self, operation: TcpOperation) -> None:
-        limit = self._config.max_operations_per_peer
-        if len(self._waiting) + sum(link.num_operations for link in self._links) >= limit:
-            operation.finish(
-                PeerUnreachable(f"{limit} operations wait for {self._address} already")
-            )
-            return
-        link = min(self._links, key=lambda each: each.load_nbytes, default=None)
-        may_grow = len(self._links) + len(self._connecting) < self._config.connections_per_peer
-        if may_grow and (link is None or link.load_nbytes > 0):
-            task = asyncio.get_running_loop().create_task(self._connect())
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
-        if link is not None:
-            link.submit(operation)
-        else:
-            self._waiting[operation] = None
-
-    def forget(self, operation: TcpOperation) -> None:
-        operation.finished = True
-        self._waiting.pop(operation, None)
-        for link in self._links:
-            link.forget(operation)
-
-    async def _connect(self) -> None:
-        nonce = secrets.token_bytes(NONCE_NBYTES)
-        secret = self._config.secret
-        handshake = ClientHandshake(secret, self._own, self._incarnation, nonce)
-        link = ClientLink(self._config, handshake, lambda: self._drop(link))
-        limit_s = self._config.connect_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await link.open(self._address)
-        except TransferError as error:
-            self._fail_waiting(error)
-        except TimeoutError:
-            self._fail_waiting(
-                PeerUnreachable(f"{self._address} did not answer within {limit_s} s")
-            )
-        else:
-            self._links.append(link)
-            waiting, self._waiting = self._waiting, {}
-            for operation in waiting:
-                self.submit(operation)
-
-    def _fail_waiting(self, error: TransferError) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for operation in waiting:
-            operation.finish(error)
-
-    def _drop(self, link: ClientLink) -> None:
-        with suppress(ValueError):
-            self._links.remove(link)
-
-    async def finish(self, error: TransferError) -> None:
-        """Say goodbye everywhere; operations end with ``error``."""
-        self._stop_connecting(error)
-        for link in list(self._links):
-            await link.link.finish()
-
-    def abort(self, error: TransferError) -> None:
-        self._stop_connecting(error)
-        for link in list(self._links):
-            link.link.close(error)
-
-    def _stop_connecting(self, error: TransferError) -> None:
-        for task in self._connecting:
-            task.cancel()
-        self._fail_waiting(error)
+        requests, self._requests = list(self._requests.values()), {}
+        self.load_nbytes = 0
+        self._owner.on_link_lost(self, requests, error)

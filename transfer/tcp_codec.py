@@ -15,9 +15,9 @@ Requests travel from the side that connected ("client") to the side that accepte
                                           ◀─ HELLO {protocol, incarnation, nonce, proof}
     PROOF  {proof}                        ─▶
                                           ◀─ READY
-    READ   {region, capability, spans}    ─▶
+    READ   {region, capability, spans, priority} ─▶
                                           ◀─ DATA ... DATA, DONE
-    WRITE  {region, capability, spans}    ─▶
+    WRITE  {region, capability, spans, priority} ─▶
     DATA ... DATA                         ─▶
                                           ◀─ DONE         (every byte is in the region)
     CANCEL                                ─▶              (READ: answered with DONE)
@@ -30,19 +30,25 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from transfer.decoding import decode_foreign
 from transfer.error_codes import status_of
 from transfer.errors import FrameInvalid, TransferError
+from transfer.interface import Priority
 
-TCP_PROTOCOL_VERSION = 1
+TCP_PROTOCOL_VERSION = 2  # 2: requests carry their priority
 MAGIC = b"KVF1"
 HEADER = struct.Struct("<4sBxHQQ")
 HEADER_NBYTES = HEADER.size
 MAX_CONTROL_NBYTES = 128 * 1024  # body of any frame but DATA: 4096 spans and change
+MAX_HELLO_NBYTES = 4096  # body of a frame from somebody who has not proven the secret yet
 MAX_DATA_NBYTES = 64 << 20  # body of one DATA frame
+
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Op(IntEnum):
@@ -84,6 +90,7 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
     region_id: int
     capability: bytes
     spans: bytes
+    priority: Priority = Priority.NOW
 
     def unpack(self) -> list[tuple[int, int]]:
         if not self.spans or len(self.spans) % 16:
@@ -100,7 +107,9 @@ def encode_header(op: Op, request_id: int = 0, body_nbytes: int = 0, status: int
     return HEADER.pack(MAGIC, op, status, request_id, body_nbytes)
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> Header:
+def decode_header(
+    data: bytes | bytearray | memoryview, max_control_nbytes: int = MAX_CONTROL_NBYTES
+) -> Header:
     """Return the header.
 
     Raises:
@@ -113,7 +122,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         known = Op(op)
     except ValueError as error:
         raise FrameInvalid(f"unknown op {op}") from error
-    limit = MAX_DATA_NBYTES if known is Op.DATA else MAX_CONTROL_NBYTES
+    limit = MAX_DATA_NBYTES if known is Op.DATA else max_control_nbytes
     if body_nbytes > limit or (known is Op.DATA and body_nbytes == 0):
         raise FrameInvalid(f"{known.name} frame with a body of {body_nbytes} bytes")
     return Header(known, status, request_id, body_nbytes)
@@ -123,7 +132,7 @@ def control_frame(
     op: Op, request_id: int = 0, body: msgspec.Struct | bytes = b"", status: int = 0
 ) -> bytes:
     """Return a whole frame of any op but DATA."""
-    data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    data = body if isinstance(body, bytes) else _ENCODER.encode(body)
     assert len(data) <= MAX_CONTROL_NBYTES, f"{op.name} body of {len(data)} bytes"
     return encode_header(op, request_id, len(data), status) + data
 
@@ -133,6 +142,9 @@ def done_frame(request_id: int, error: TransferError | None) -> bytes:
 
 
 B = TypeVar("B", bound=msgspec.Struct)
+_DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (HelloBody, ProofBody, RequestBody)
+}
 
 
 def decode_body(data: bytes, body_type: type[B]) -> B:
@@ -141,7 +153,5 @@ def decode_body(data: bytes, body_type: type[B]) -> B:
     Raises:
         FrameInvalid: the bytes are not a ``body_type``.
     """
-    try:
-        return msgspec.msgpack.decode(data, type=body_type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FrameInvalid(f"not a {body_type.__name__}: {error}") from error
+    body: B = decode_foreign(data, _DECODERS[body_type].decode, body_type.__name__)
+    return body

@@ -9,6 +9,7 @@ key is empty and the proof says only that the other side has none either.
     client: start ──HELLO──▶ waiting ──(HELLO: version, incarnation, proof)──PROOF──▶ proven
             proven ──(READY)──▶ ready
     server: start ──(HELLO)──HELLO──▶ challenged ──(PROOF)──READY──▶ ready
+              └──── anything else ────────┴──▶ refused, for good: one guess for each connection
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transfer.tcp_codec import (
 )
 
 NONCE_NBYTES = 16
+MAX_INCARNATION_NCHARS = 256
 
 
 def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
@@ -37,6 +39,8 @@ def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes)
 
 
 def _check_hello(hello: HelloBody, own_incarnation: str) -> None:
+    if len(hello.incarnation) > MAX_INCARNATION_NCHARS or not hello.incarnation.isprintable():
+        raise FrameInvalid("hello with an incarnation that is none")  # it would go into logs
     if hello.protocol != TCP_PROTOCOL_VERSION:
         raise HelloRefused(
             f"bulk protocol versions differ: this side ({own_incarnation}) speaks "
@@ -100,13 +104,21 @@ class ServerHandshake:
         self._nonce = nonce
         self._client_nonce: bytes | None = None
         self.ready = False
+        self.refused = False
 
     def receive(self, header: Header, body: bytes) -> bytes:
-        """Return the frame to send in answer.
+        """Return the frame to send in answer. Not to be called again once ``refused``.
 
         Raises:
             TransferError: to be reported to the peer as DONE, then close.
         """
+        assert not self.refused, "a refused connection has no second try"
+        self.refused = True
+        answer = self._answer(header, body)
+        self.refused = False
+        return answer
+
+    def _answer(self, header: Header, body: bytes) -> bytes:
         if header.op is Op.HELLO and self._client_nonce is None:
             hello = decode_body(body, HelloBody)
             _check_hello(hello, self._incarnation)

@@ -4,6 +4,10 @@ Owns the socket and its registration with the loop. Knows frames only as what re
 make of them. Runs on the I/O thread only. ``on_lost`` is called exactly once, after which neither
 socket nor any memory is touched by this link.
 
+It reads when bytes arrive, except while the handler has enough to do (``saturated``) or memory has
+no room yet; then TCP's own flow control stops the peer, and nothing piles up here. In the middle of
+a long frame the kernel is asked to wake us for many bytes at a time (SO_RCVLOWAT).
+
 ::
 
     open ──finish()──▶ saying goodbye ──flushed / limit──▶ closed
@@ -16,12 +20,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.tcp_codec import Op, control_frame
+from transfer.tcp_liveness import LIVENESS_CHECK_S, Liveness, tcp_info
 from transfer.tcp_reader import FrameHandler, FrameReader
-from transfer.tcp_sockets import LIVENESS_CHECK_S, LIVENESS_S, lost, peer_vanished, tcp_info
+from transfer.tcp_sockets import lost
 from transfer.tcp_writer import FrameWriter, Source
 
 _LOG = logging.getLogger(__name__)
@@ -30,6 +36,7 @@ TURN_NBYTES = 4 << 20  # moved for one connection before the others get their tu
 GOODBYE_LIMIT_S = 0.25
 # Control frames that wait for a peer to read. One full window of requests takes a quarter of it.
 MAX_CONTROL_QUEUED_NBYTES = 64 << 20
+_LOWAT = getattr(socket, "SO_RCVLOWAT", None)
 
 
 class LinkHandler(FrameHandler, Protocol):
@@ -38,6 +45,11 @@ class LinkHandler(FrameHandler, Protocol):
     @property
     def busy(self) -> bool:
         """True while an answer of the peer is awaited."""
+        ...
+
+    @property
+    def saturated(self) -> bool:
+        """True while the handler takes no more frames; the end of a source may change that."""
         ...
 
     def on_lost(self, error: TransferError) -> None: ...
@@ -56,6 +68,9 @@ class Link:
         self._writer = FrameWriter(piece_nbytes)
         self._pumping = False
         self._waits_writable = False
+        self._reading = True
+        self._lowat_nbytes = 1
+        self._liveness = Liveness()
         self._watch: asyncio.TimerHandle | None = None
         self._flushed: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -74,41 +89,106 @@ class Link:
                 return
             self._pump()
 
+    @property
+    def control_nbytes(self) -> int:
+        """Control frames that wait for the peer to read."""
+        return self._writer.control_nbytes
+
+    def trust(self) -> None:
+        """The peer has proven who it is."""
+        self._reader.trust()
+
     def add(self, source: Source) -> None:
         """Queue payload and start sending."""
+        if self.closed:
+            return
+        if source.cursor.ready_nbytes < source.cursor.remaining:
+            source.cursor.wake = partial(self._on_source_woken, source)
+        self._writer.add(source)
+        self._pump()
+
+    def drop(self, source: Source) -> None:
+        """Send no more of ``source`` than the rest of the frame that is on its way."""
+        source.dropped = True
+        self._on_source_woken(source)
+
+    def _on_source_woken(self, source: Source) -> None:
         if not self.closed:
-            self._writer.add(source)
+            self._writer.unpark(source)
             self._pump()
+
+    def resume(self) -> None:
+        """Read on if nothing is in the way any more. A sink that wakes calls it."""
+        if not self._reading and not self.closed and not self._must_pause:
+            self._reading = True
+            self._loop.add_reader(self._sock, self._on_readable)
+            self._go_on()
+
+    @property
+    def _must_pause(self) -> bool:
+        return self._handler.saturated or self._reader.stalled
+
+    def _pause(self) -> None:
+        self._reading = False
+        self._loop.remove_reader(self._sock)
+
+    def _await_batch(self) -> None:
+        """Tell the kernel how many bytes are worth waking us for."""
+        nbytes = self._reader.batch_nbytes
+        if nbytes != self._lowat_nbytes and _LOWAT is not None:
+            self._sock.setsockopt(socket.SOL_SOCKET, _LOWAT, nbytes)
+            self._lowat_nbytes = nbytes
 
     def _receive(self, buffers: Sequence[memoryview]) -> int:
         return self._sock.recvmsg_into(buffers)[0]
 
-    def _transmit(self, buffers: Sequence[memoryview]) -> int:
+    def _transmit(self, buffers: Sequence[memoryview | bytes]) -> int:
         return self._sock.sendmsg(buffers)
 
     def _on_readable(self) -> None:
+        if self.closed or not self._reading:
+            return
+        self._fill()
+        if not self.closed:
+            self._await_batch()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """What was read ahead does not make the socket readable."""
+        if self._reading and self._reader.buffered:
+            self._loop.call_soon(self._on_readable)
+
+    def _fill(self) -> None:
         budget = TURN_NBYTES
         try:
             while budget > 0 and not self.closed:
+                if self._must_pause:
+                    self._pause()
+                    break
                 count = self._reader.fill(self._receive)
                 if count == 0:
-                    self.close(self._end_of_stream())
+                    self.close(self._gone(None))
+                elif self._reader.drained and not self._reader.buffered:
+                    break  # asking again would only say so
                 budget -= count
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self.close(lost(error, self.name))
+            self.close(self._gone(error))
         except TransferError as error:
             if not self.closed:
                 _LOG.warning("dropping the connection to %s: %s", self.name, error)
             self.close(error)
         except AssertionError:
-            self.close(PeerLost("a bug on this side broke the connection"))
+            self.close(_our_bug())
             raise  # the loop logs it; left open, the readable socket would spin
 
-    def _end_of_stream(self) -> TransferError:
+    def _gone(self, error: OSError | None) -> TransferError:
+        """Return what the end of the stream, or an error of the socket, says about the peer."""
         if self.peer_said_goodbye and not self._reader.mid_frame:
             return PeerClosed(f"{self.name} closed in order")
+        if error is not None:
+            return lost(error, self.name)
         return PeerLost(f"{self.name} closed the connection without a goodbye")
 
     def _pump(self) -> None:
@@ -123,13 +203,16 @@ class Link:
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self.close(lost(error, self.name))
-            return
+            self.close(self._gone(error))
+        except AssertionError:
+            self.close(_our_bug())
+            raise
         finally:
             self._pumping = False
         if self.closed:
             return
         self._await_writable(not self._writer.idle)
+        self.resume()
         self.watch()
 
     def _await_writable(self, wanted: bool) -> None:
@@ -153,8 +236,8 @@ class Link:
     def _check_liveness(self) -> None:
         self._watch = None
         info = tcp_info(self._sock)
-        if info is not None and peer_vanished(info):
-            self.close(PeerLost(f"{self.name} has not acknowledged for {LIVENESS_S} s"))
+        if info is not None and self._liveness.has_vanished(info, self._loop.time()):
+            self.close(PeerLost(f"{self.name} does not acknowledge any more"))
         self.watch()
 
     async def finish(self) -> None:
@@ -188,9 +271,11 @@ class Link:
         if self.finishing:
             error = PeerClosed("this transfer engine was closed")
         self.closed = True
+        self._reader.stop()
         if self._watch is not None:
             self._watch.cancel()
-        self._loop.remove_reader(self._sock)
+        if self._reading:
+            self._loop.remove_reader(self._sock)
         if self._waits_writable:
             self._loop.remove_writer(self._sock)
         self._sock.close()
@@ -198,3 +283,7 @@ class Link:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
         self._handler.on_lost(error)
+
+
+def _our_bug() -> PeerLost:
+    return PeerLost("a bug on this side broke the connection")

@@ -32,10 +32,17 @@ class Request:
     sink: Sink | None = field(default=None)
     source: Source | None = field(default=None)
 
+    @property
+    def moved(self) -> bool:
+        """True when every byte has been received, or sent."""
+        if self.sink is not None:
+            return self.sink.remaining == 0
+        return self.source is not None and self.source.cursor.remaining == 0
+
     def frame(self, request_id: int) -> bytes:
-        move = self.operation.move
-        spans = [(r.remote_offset, r.nbytes) for r in self.ranges]
-        body = RequestBody(move.token.region_id, move.token.capability, pack_spans(spans))
+        move, token = self.operation.move, self.operation.move.token
+        spans = pack_spans([(r.remote_offset, r.nbytes) for r in self.ranges])
+        body = RequestBody(token.region_id, token.capability, spans, move.priority)
         return control_frame(Op.READ if move.right == "r" else Op.WRITE, request_id, body)
 
     def cursor(self) -> Cursor:
@@ -93,12 +100,14 @@ class TcpOperation:
             DeadlineExceeded: the operation's deadline passed first.
             TransferError: what it failed with.
         """
+        timer = self._loop.call_at(self.move.deadline_s, self._expire)
         try:
-            async with asyncio.timeout_at(self.move.deadline_s):
-                await self._future
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self._bytes_left} bytes had not moved when the deadline passed"
-            ) from None
+            await self._future
         finally:
+            timer.cancel()
             self.gate.close()
+
+    def _expire(self) -> None:
+        self._resolve(
+            DeadlineExceeded(f"{self._bytes_left} bytes had not moved when the deadline passed")
+        )

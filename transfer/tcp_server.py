@@ -11,11 +11,14 @@ import asyncio
 import logging
 import secrets
 import socket
+from functools import partial
 
 from transfer.acceptor import Acceptor
 from transfer.config import TransferConfig
 from transfer.counters import CounterBoard
-from transfer.cursor import Cursor
+from transfer.cursor import Cursor, Payload
+from transfer.device_copier import DeviceCopiers
+from transfer.device_serve import DeviceServer
 from transfer.errors import (
     DeadlineExceeded,
     FrameInvalid,
@@ -27,20 +30,24 @@ from transfer.errors import (
     Unauthorized,
 )
 from transfer.gate import closed_gate
-from transfer.interface import Rights
-from transfer.region import HostRegion, RegionTable, Spans, check_spans
+from transfer.interface import Priority, Rights
+from transfer.region import DeviceRegion, RegionTable, RegisteredRegion, Spans, check_spans
 from transfer.tcp_codec import Header, Op, RequestBody, decode_body, done_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_reader import Sink
 from transfer.tcp_sockets import join_address, tune
-from transfer.tcp_window import MAX_REQUESTS_IN_FLIGHT
 from transfer.tcp_writer import Source
+from transfer.window import MAX_REQUESTS_IN_FLIGHT
 
 _LOG = logging.getLogger(__name__)
 
 REFUSAL_LIMIT_S = 1.0  # for a refused peer to read why
-MAX_SERVED_REQUESTS = 2 * MAX_REQUESTS_IN_FLIGHT  # one side's limit, and those it has cancelled
+# Of one client. It has at most MAX_REQUESTS_IN_FLIGHT out, and may have cancelled as many more.
+MAX_SERVED_READS = 2 * MAX_REQUESTS_IN_FLIGHT  # beyond, it is not listened to until some end
+MAX_SERVED_WRITES = 2 * MAX_REQUESTS_IN_FLIGHT  # beyond, it breaks the protocol
+MAX_UNPROVEN = 256  # clients in the hello: strangers do not take the descriptors of a process
+MAX_UNREAD_ANSWERS_NBYTES = 1 << 20  # a client that reads no answers is not listened to either
 
 
 class ServedLink:
@@ -56,7 +63,7 @@ class ServedLink:
         self._server = server
         self._handshake = handshake
         self._sources: dict[int, Source] = {}
-        self._sinks: dict[int, tuple[Sink, HostRegion | None]] = {}
+        self._sinks: dict[int, tuple[Sink, RegisteredRegion | None]] = {}
         self.link = Link(sock, self, piece_nbytes=server.config.piece_nbytes, name=name)
         self._hello_timer = asyncio.get_running_loop().call_later(
             server.config.connect_timeout_s, self._hello_overdue
@@ -66,6 +73,14 @@ class ServedLink:
     def busy(self) -> bool:
         return False  # what we wait for is the client's to send; the client watches us
 
+    @property
+    def saturated(self) -> bool:
+        """Bounds what a client can pile up here: TCP then makes it wait."""
+        return (
+            len(self._sources) >= MAX_SERVED_READS
+            or self.link.control_nbytes >= MAX_UNREAD_ANSWERS_NBYTES
+        )
+
     def _hello_overdue(self) -> None:
         if not self._handshake.ready:
             self.link.close(PeerLost(f"{self.link.name} did not finish the hello"))
@@ -73,6 +88,8 @@ class ServedLink:
     def on_frame(self, header: Header, body: bytes) -> None:
         if header.op is Op.GOODBYE:
             self.link.peer_said_goodbye = True
+        elif self._handshake.refused:
+            pass  # it was told why and is read no further
         elif not self._handshake.ready:
             self._on_hello_frame(header, body)
         elif header.op in (Op.READ, Op.WRITE):
@@ -85,6 +102,9 @@ class ServedLink:
     def _on_hello_frame(self, header: Header, body: bytes) -> None:
         try:
             self.link.send(self._handshake.receive(header, body))
+            if self._handshake.ready:
+                self.link.trust()
+                self._server.admit(self)
         except (HelloRefused, Unauthorized, FrameInvalid) as error:
             _LOG.warning("refused %s: %s", self.link.name, error)
             self.link.send(done_frame(0, error))
@@ -94,11 +114,11 @@ class ServedLink:
         request_id = header.request_id
         if request_id in self._sources or request_id in self._sinks:
             raise FrameInvalid(f"request id {request_id} is in use")
-        if len(self._sources) + len(self._sinks) >= MAX_SERVED_REQUESTS:
-            raise FrameInvalid(f"more than {MAX_SERVED_REQUESTS} requests at once")
+        if len(self._sinks) >= MAX_SERVED_WRITES:
+            raise FrameInvalid(f"more than {MAX_SERVED_WRITES} writes at once")
         spans = body.unpack()
         right: Rights = "r" if header.op is Op.READ else "w"
-        region: HostRegion | None = None
+        region: RegisteredRegion | None = None
         error: TransferError | None = None
         try:
             region = self._server.regions.authorize(body.region_id, body.capability, right)
@@ -110,65 +130,95 @@ class ServedLink:
         if right == "w":
             self._expect(request_id, region if error is None else None, spans)
         elif error is None and region is not None:
-            self._answer(request_id, region, spans)
+            self._answer(request_id, region, spans, body.priority)
 
-    def _answer(self, request_id: int, region: HostRegion, spans: Spans) -> None:
-        cursor = Cursor(region.view, spans)
-        nbytes = cursor.remaining
+    def _answer(
+        self, request_id: int, region: RegisteredRegion, spans: Spans, priority: Priority
+    ) -> None:
+        payload = self._server.payload(region, spans, "r", self)
+        nbytes = payload.remaining
 
         def on_end(complete: bool) -> None:
-            dropped = self._sources.pop(request_id).dropped
-            error: TransferError | None = None
+            source = self._sources.pop(request_id)
+            payload.close()
             if complete:
                 self._server.counters.add(bytes_served=nbytes)
-            elif self.link.finishing:
-                error = PeerClosed("the peer closed its transfer engine")
-            elif not region.gate.is_open:
-                error = RegionRevoked("the region was revoked while it was read")
-            elif dropped:
-                error = DeadlineExceeded("cancelled by the reader")
-            self.link.send(done_frame(request_id, error))
+            else:
+                self.link.send(done_frame(request_id, self._why_ended(source)))
 
-        source = Source(request_id, cursor, region.gate, on_end)
+        done = done_frame(request_id, None)
+        source = Source(request_id, payload, region.gate, on_end, priority, done)
         self._sources[request_id] = source
         self.link.add(source)
 
-    def _expect(self, request_id: int, region: HostRegion | None, spans: Spans) -> None:
+    def _why_ended(self, source: Source) -> TransferError:
+        if source.cursor.error is not None:
+            return source.cursor.error
+        if self.link.finishing:
+            return PeerClosed("the peer closed its transfer engine")
+        if not source.gate.is_open:
+            return RegionRevoked("the region was revoked while it was read")
+        return DeadlineExceeded("cancelled by the reader")
+
+    def _expect(self, request_id: int, region: RegisteredRegion | None, spans: Spans) -> None:
         """Make a sink for a write; a refused one swallows what is on its way already."""
         nbytes = sum(count for _, count in spans)
-        cursor = None if region is None else Cursor(region.view, spans)
+        payload = None if region is None else self._server.payload(region, spans, "w", self)
         gate = closed_gate() if region is None else region.gate
-        self._sinks[request_id] = (Sink(request_id, cursor, gate, nbytes), region)
+        sink = Sink(request_id, payload, gate, nbytes)
+        self._sinks[request_id] = (sink, region)
+        if payload is not None and payload.ready_nbytes < nbytes:
+            payload.wake = partial(self._on_sink_woken, sink)
+
+    def _on_sink_woken(self, sink: Sink) -> None:
+        self.link.resume()
+        if sink.remaining == 0 and not self.link.closed:
+            self.on_data_end(sink)
 
     def _on_cancel(self, request_id: int) -> None:
-        self._sinks.pop(request_id, None)
+        self._forget_sink(request_id)
         source = self._sources.get(request_id)
         if source is not None:
-            source.dropped = True
+            self.link.drop(source)
+
+    def _forget_sink(self, request_id: int) -> None:
+        sink, _ = self._sinks.pop(request_id, (None, None))
+        if sink is not None and sink.cursor is not None:
+            sink.cursor.close()
 
     def sink_for(self, header: Header) -> Sink:
         entry = self._sinks.get(header.request_id)
         if entry is None:
             raise FrameInvalid(f"DATA for request {header.request_id}, which does not write")
+        if entry[0].cursor is not None:
+            entry[0].cursor.begin(header.body_nbytes)
         return entry[0]
 
     def on_data_end(self, sink: Sink) -> None:
-        if sink.remaining:
+        """Answer a write when its last byte is where it belongs, or cannot get there."""
+        entry = self._sinks.get(sink.request_id)
+        if sink.remaining or entry is None:
             return
-        _, region = self._sinks.pop(sink.request_id)
+        payload, region = sink.cursor, entry[1]
+        if payload is not None and not (payload.settled or sink.void):
+            return  # it wakes us
+        self._forget_sink(sink.request_id)
         if region is None:
             return  # refused when it came
-        error: TransferError | None = None
-        if region.revoked:
+        error = payload.error if payload is not None else None
+        if error is None and region.revoked:
             error = RegionRevoked("the region was revoked while it was written")
-        else:
+        elif error is None:
             self._server.counters.add(bytes_served=sink.nbytes)
         self.link.send(done_frame(sink.request_id, error))
 
     def on_lost(self, error: TransferError) -> None:
         self._hello_timer.cancel()
+        for source in self._sources.values():
+            source.cursor.close()
         self._sources.clear()
-        self._sinks.clear()
+        for request_id in list(self._sinks):
+            self._forget_sink(request_id)
         self._server.forget(self)
 
 
@@ -181,28 +231,49 @@ class TcpServer:
         incarnation: str,
         regions: RegionTable,
         counters: CounterBoard,
+        copiers: DeviceCopiers,
     ) -> None:
         self.config = config
         self.regions = regions
         self.counters = counters
+        self._devices = DeviceServer(config, copiers, regions)
         self._incarnation = incarnation
         self._acceptor: Acceptor | None = None
         self._links: dict[ServedLink, None] = {}
+        self._unproven: dict[ServedLink, None] = {}  # those in the hello, oldest first
+
+    def payload(
+        self, region: RegisteredRegion, spans: Spans, right: Rights, link: ServedLink
+    ) -> Payload:
+        """Return the bytes of a request of ``link``, to be sent ("r") or received ("w")."""
+        if isinstance(region, DeviceRegion):
+            return self._devices.payload(region, spans, right, link)
+        return Cursor(region.view, spans)
 
     def serve(self, sock: socket.socket) -> None:
         """Accept on a listening, non-blocking socket; takes it over."""
         self._acceptor = Acceptor(sock, self._accept, num_open=lambda: len(self._links))
 
     def _accept(self, sock: socket.socket, address: object) -> None:
+        """Raise OSError for one that hung up before we looked (``Acceptor``)."""
         assert isinstance(address, tuple), address
         tune(sock)
         handshake = ServerHandshake(
             self.config.secret, self._incarnation, secrets.token_bytes(NONCE_NBYTES)
         )
-        self._links[ServedLink(sock, self, handshake, join_address(*address[:2]))] = None
+        if len(self._unproven) >= MAX_UNPROVEN:
+            oldest = next(iter(self._unproven))
+            oldest.link.close(PeerLost(f"{oldest.link.name} gave way in the hello"))
+        served = ServedLink(sock, self, handshake, join_address(*address[:2]))
+        self._links[served] = self._unproven[served] = None
+
+    def admit(self, link: ServedLink) -> None:
+        """The client has proven the secret."""
+        self._unproven.pop(link, None)
 
     def forget(self, link: ServedLink) -> None:
         self._links.pop(link, None)
+        self._unproven.pop(link, None)
 
     def stop_listening(self) -> None:
         if self._acceptor is not None:

@@ -1,38 +1,24 @@
-"""Sockets of the tcp transport: made, tuned, asked whether the peer is still there.
+"""Sockets of the tcp transport: listening, connecting, tuning.
 
 The only place where ``OSError`` of tcp becomes a ``TransferError``. Knows no frames.
-
-Liveness. A peer that *vanished* (power, cable) must be noticed within ``LIVENESS_S``; one that is
-merely *slow* (SIGSTOP, full receive buffer) must never be cut off. TCP_USER_TIMEOUT cannot do
-that: Linux also counts a receiver that keeps answering zero-window probes. So: keepalive covers a
-connection with nothing in flight, and ``peer_vanished`` judges TCP_INFO while something is: the
-kernel of a stopped process still acknowledges, that of a dead machine does not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
-import struct
-from typing import NamedTuple
 
 from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable
+from transfer.tcp_liveness import KEEPALIVE_IDLE_S
+from transfer.tcp_resolver import Address, Resolver
 
-LIVENESS_S = 2.0
-LIVENESS_CHECK_S = 0.25
+# Between processes of one host the bytes in flight are a cost, not a need: they leave the cache of
+# the processor, and a sender that never blocks does the receiver's share of the kernel's work too.
+SAME_HOST_SEND_NBYTES = 1 << 20  # the kernel doubles what it is asked for
+# Between hosts the kernel sizes the buffer by the path; only what waits behind it is bounded.
+UNSENT_NBYTES = 1 << 20
 LISTEN_BACKLOG = 128
 PORT_MAX = 65_535
-_TCP_INFO = struct.Struct("<8B13I")
-
-
-class TcpInfo(NamedTuple):
-    """What the kernel knows of a connection (linux/tcp.h, struct tcp_info)."""
-
-    retransmits: int
-    probes: int
-    unacked: int
-    last_ack_s: float
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -69,75 +55,49 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def connect(address: str) -> socket.socket:
+async def connect(address: str, resolver: Resolver) -> socket.socket:
     """Return a connected, tuned, non-blocking socket; cancellation closes it.
 
     Raises:
         PeerUnreachable: refused, no route, or the name does not resolve.
         FrameInvalid: not an address.
     """
-    loop = asyncio.get_running_loop()
-    host, port = split_address(address)
-    try:
-        family, target = await _resolve(loop, host, port)
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    problem: OSError | None = None
+    for target in await resolver.resolve(*split_address(address)):
         try:
-            tune(sock)
-            await loop.sock_connect(sock, target)
-        except BaseException:
-            sock.close()
-            raise
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a name at all
-        raise PeerUnreachable(f"nothing answers at {address}: {error}") from error
+            return await _connect_one(target)
+        except OSError as error:
+            problem = error
+    raise PeerUnreachable(f"nothing answers at {address}: {problem}") from problem
+
+
+async def _connect_one(target: Address) -> socket.socket:
+    sock = socket.socket(target.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, (target.host, target.port))
+        tune(sock)
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
-async def _resolve(
-    loop: asyncio.AbstractEventLoop, host: str, port: int
-) -> tuple[int, tuple[str, int]]:
-    """Names are resolved in a thread; literal addresses are not."""
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, target = found[0]
-        return family, (str(target[0]), int(target[1]))
-    return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)
-
-
 def tune(sock: socket.socket) -> None:
-    """No Nagle delay; the kernel probes an idle peer each second and gives up after the first."""
+    """Set up a connected socket.
+
+    No Nagle delay; the kernel probes an idle peer and gives up when a probe is not answered; what
+    the kernel queues to send is bounded, so that an urgent frame does not stand behind megabytes.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
-
-
-def tcp_info(sock: socket.socket) -> TcpInfo | None:
-    """Return the kernel's view; None where it is not available."""
-    option = getattr(socket, "TCP_INFO", None)
-    if option is None:
-        return None
-    try:
-        raw = sock.getsockopt(socket.IPPROTO_TCP, option, _TCP_INFO.size)
-    except OSError:
-        return None
-    if len(raw) < _TCP_INFO.size:
-        return None
-    fields = _TCP_INFO.unpack(raw)
-    return TcpInfo(
-        retransmits=fields[2], probes=fields[3], unacked=fields[12], last_ack_s=fields[20] / 1000
-    )
-
-
-def peer_vanished(info: TcpInfo) -> bool:
-    """True if the peer's kernel has owed us an answer for ``LIVENESS_S``.
-
-    Without an unanswered retransmission or probe, silence only means that nothing was sent.
-    """
-    return (info.retransmits > 0 or info.probes > 0) and info.last_ack_s >= LIVENESS_S
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_NBYTES // 2)
+    elif hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
 
 
 def lost(error: OSError, peer: str) -> PeerLost:

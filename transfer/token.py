@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from transfer.decoding import decode_foreign
 from transfer.errors import FrameInvalid
 from transfer.interface import Rights
 
@@ -63,10 +64,7 @@ def decode_token(data: bytes) -> Token:
     """
     if len(data) > MAX_TOKEN_NBYTES:
         raise FrameInvalid(f"a token has at most {MAX_TOKEN_NBYTES} bytes, got {len(data)}")
-    try:
-        token = _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FrameInvalid(f"not a region token: {error}") from error
+    token = decode_foreign(data, _DECODER.decode, "a region token")
     if token.version != TOKEN_VERSION:
         raise FrameInvalid(f"token version {token.version}, this side speaks {TOKEN_VERSION}")
     if token.nbytes < 0 or len(token.capability) != CAPABILITY_NBYTES:

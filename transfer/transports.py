@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from transfer.interface import Priority, Range, Rights
-from transfer.region import HostRegion
+from transfer.region import RegisteredRegion
 from transfer.token import Endpoint, Token
 
 
@@ -33,7 +33,7 @@ class Move(NamedTuple):
     right: Rights  # "r": remote to local; "w": local to remote
     token: Token
     ranges: Sequence[Range]
-    region: HostRegion
+    region: RegisteredRegion
     deadline_s: float  # absolute, on the running loop
     priority: Priority = Priority.NOW
 

@@ -115,6 +115,7 @@ class FakeNode:
         self.refuse_connects = 0
         self.draining = False
         self.gauges: dict[str, float] = {}
+        self.counters: dict[str, float] = {}
         self.requests: list[GenerateRequest] = []
         self.decode_requests: list[DecodeRequest] = []
         self.updates: list[PrefillUpdate] = []
@@ -142,7 +143,10 @@ class FakeNode:
             contract=CONTRACT,
             labels=labels,
         )
-        return Member(info=info, status=NodeStatus(draining=self.draining, gauges=self.gauges))
+        return Member(
+            info=info,
+            status=NodeStatus(draining=self.draining, gauges=self.gauges, counters=self.counters),
+        )
 
     def kill(self) -> None:
         self.dead.set()

@@ -13,6 +13,7 @@ from gateway.tokenizer import ByteTokenizer
 from tests.gateway.fake_node import keys_of
 from tests.gateway.fakes import FakeCluster
 from tests.gateway.http import CHAT, COMPLETIONS, door
+from transfer.counters import TransferCounters
 from transfer.identity import Role
 
 
@@ -105,6 +106,20 @@ async def test_expected_and_actual_hits_are_both_exported() -> None:
         text = (await d.client.get("/metrics")).text
         assert "kvferry_cached_tokens_expected_total 32.0" in text
         assert 'kvferry_cached_tokens_total{tier="local"} 16.0' in text
+
+
+async def test_transfers_of_every_node_are_exported_and_go_with_it() -> None:
+    async with door() as d:
+        counts = TransferCounters(operations=4, ranges_asked=500, ranges_sent=12, faults_injected=1)
+        d.cluster.p().counters = {f"transfer_{k}": float(v) for k, v in counts._asdict().items()}
+        d.cluster.show()
+        text = (await d.client.get("/metrics")).text
+        for name, value in counts._asdict().items():
+            line = f'kvferry_transfer_{name}_total{{node="p0",role="prefill"}} {float(value)}'
+            assert line in text
+        assert 'kvferry_transfer_operations_total{node="d0"' not in text  # it says nothing
+        d.cluster.remove("p0")
+        assert "kvferry_transfer_operations_total{" not in (await d.client.get("/metrics")).text
 
 
 async def test_models_list_and_card() -> None:

@@ -1,4 +1,8 @@
-"""Simulated bulk transfers keep the contract of ``transfer.interface`` under every fault."""
+"""Simulated bulk transfers under every fault: crash, pause, partition, corruption, late bytes.
+
+That they keep the contract of ``transfer.interface`` when nothing goes wrong, and when engines
+close or are held up, is in ``tests/transfer/test_contract.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,17 @@ from typing import Any
 
 import pytest
 
+from tests.simulation.bulk import SILENCE_S
 from tests.simulation.faults import FaultPlan
 from tests.simulation.harness import SimCluster, run_sim, seeds
-from tests.simulation.transfer import SILENCE_S
 from transfer.errors import (
     DeadlineExceeded,
-    FrameInvalid,
-    PeerClosed,
     PeerLost,
-    RegionRevoked,
     Stale,
     TransferError,
-    Unauthorized,
 )
 from transfer.interface import Range, Region, Transfer, deadline_after
+from transfer.region import RegisteredRegion
 
 NBYTES = 16384
 ALL = [Range(0, 0, NBYTES)]
@@ -57,48 +58,6 @@ class Ends:
         await transfer.write(
             self.token, ALL, source=self.mine, deadline_s=deadline_after(timeout_s)
         )
-
-
-def test_bytes_move_both_ways_by_ranges() -> None:
-    async def body(cluster: SimCluster) -> None:
-        ends = Ends(cluster)
-        ends.theirs.view[:4] = b"abcd"
-        ranges = [Range(0, 8, 2), Range(2, 100, 2)]
-        await ends.user.run(
-            ends.user.transfer.read(
-                ends.token, ranges, into=ends.mine, deadline_s=ends.user.time() + 1
-            )
-        )
-        assert bytes(ends.mine.view[8:10]) == b"ab"
-        assert bytes(ends.mine.view[100:102]) == b"cd"
-        assert bytes(ends.mine.view).count(b"M") == NBYTES - 4
-        await ends.user.run(ends.write())
-        assert ends.theirs.view == ends.mine.view
-
-    simulate(body)
-
-
-def test_rights_ranges_and_tokens_are_checked() -> None:
-    async def body(cluster: SimCluster) -> None:
-        ends = Ends(cluster)
-        ends.token = ends.theirs.export("r")
-        with pytest.raises(Unauthorized):
-            await ends.user.run(ends.write())
-        ends.token = b"nonsense"
-        with pytest.raises(FrameInvalid):
-            await ends.user.run(ends.read())
-        ends.token = ends.theirs.export("rw")
-        with pytest.raises(FrameInvalid):
-            await ends.user.run(
-                ends.user.transfer.read(
-                    ends.token, [Range(NBYTES, 0, 1)], into=ends.mine, deadline_s=100.0
-                )
-            )
-        ends.theirs.revoke()
-        with pytest.raises(RegionRevoked):
-            await ends.user.run(ends.read())
-
-    simulate(body)
 
 
 def test_a_restarted_owner_makes_tokens_stale() -> None:
@@ -149,17 +108,103 @@ def test_an_owner_that_resumes_in_time_loses_nothing() -> None:
     simulate(body)
 
 
-def test_closing_the_engine_ends_its_operations() -> None:
+@pytest.mark.parametrize("silent", [0.0, 1.0], ids=["reset", "silent"])
+def test_an_owner_that_crashes_during_an_operation_is_lost_and_its_next_life_usable(
+    silent: float,
+) -> None:
+    """kill -9, and power cut: what the processes do in ``test_contract_processes``."""
+
     async def body(cluster: SimCluster) -> None:
         ends = Ends(cluster)
-        cluster.pause("owner")
+        hold_after_first_piece(cluster, ends)
         task = ends.user.spawn(ends.read())
         await asyncio.sleep(0.1)
-        await ends.user.run(ends.user.transfer.close())
-        with pytest.raises(PeerClosed):
+        start_s = cluster.now_s
+        cluster.crash("owner")
+        with pytest.raises(PeerLost):
             await task
-        with pytest.raises(PeerClosed):
-            await ends.user.run(ends.read())
+        assert cluster.now_s - start_s <= SILENCE_S + 0.2
+        assert bytes(ends.mine.view)[-1:] == b"M", "everything had moved"
+        ends.owner = cluster.restart("owner")
+        old, ends.theirs = ends.token, ends.owner.transfer.register(bytearray(b"N" * NBYTES))
+        with pytest.raises(Stale):
+            await ends.user.run(ends.write())
+        ends.token = ends.theirs.export("rw")
+        start_s = cluster.now_s
+        await ends.user.run(ends.read())
+        assert cluster.now_s - start_s < 1.0
+        assert old != ends.token
+        assert bytes(ends.mine.view) == b"N" * NBYTES
+
+    simulate(body, FaultPlan(silent_crash=silent))
+
+
+def hold_after_first_piece(cluster: SimCluster, ends: Ends) -> None:
+    """Stop every operation on the owner's region behind its first piece."""
+
+    class OnePiece:
+        num_asked = 0
+
+        def admits(self) -> bool:
+            self.num_asked += 1
+            return self.num_asked == 1
+
+    assert isinstance(ends.theirs, RegisteredRegion)
+    cluster.bulk.holds[ends.theirs] = OnePiece()
+
+
+def test_a_user_that_crashes_while_it_writes_disturbs_neither_owner_nor_others() -> None:
+    async def body(cluster: SimCluster) -> None:
+        ends, other = Ends(cluster), cluster.node("other")
+        hold_after_first_piece(cluster, ends)
+        ends.user.spawn(ends.write())
+        await asyncio.sleep(0.1)
+        cluster.crash("user")
+        inbox = ends.owner.transfer.register(bytearray(NBYTES))
+        source = other.transfer.register(bytearray(b"O" * NBYTES))
+        token, deadline_s = inbox.export("w"), deadline_after(1.0)
+        await other.run(other.transfer.write(token, ALL, source=source, deadline_s=deadline_s))
+        assert inbox.view == source.view
+        cluster.bulk.holds.clear()
+        before = bytes(ends.theirs.view)
+        await asyncio.sleep(5)
+        assert ends.theirs.view == before
+        assert before.count(b"M") == NBYTES // 8, "one piece had moved"
+
+    simulate(body, FaultPlan(silent_crash=1.0, late_write=0.0))
+
+
+@pytest.mark.parametrize("lasts_s", [SILENCE_S / 2, SILENCE_S * 2], ids=["short", "long"])
+def test_a_partition_that_heals_leaves_the_pair_usable(lasts_s: float) -> None:
+    async def body(cluster: SimCluster) -> None:
+        ends = Ends(cluster)
+        cluster.partition(["owner"], ["user"])
+        task = ends.user.spawn(ends.read())
+        await asyncio.sleep(lasts_s)
+        cluster.heal()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(outcome, PeerLost) == (lasts_s > SILENCE_S)
+        await ends.user.run(ends.read(1.0))
+        assert ends.mine.view == ends.theirs.view
+
+    simulate(body)
+
+
+def test_a_paused_owner_holds_up_nobody_else() -> None:
+    async def body(cluster: SimCluster) -> None:
+        ends, fast = Ends(cluster), cluster.node("fast")
+        theirs = fast.transfer.register(bytearray(b"F" * NBYTES))
+        into = ends.user.transfer.register(bytearray(NBYTES))
+        cluster.pause("owner")
+        waiting = ends.user.spawn(ends.read(1.0))
+        for _ in range(20):
+            deadline_s, token = deadline_after(0.05), theirs.export("r")
+            await ends.user.run(
+                ends.user.transfer.read(token, ALL, into=into, deadline_s=deadline_s)
+            )
+        assert not waiting.done()
+        with pytest.raises(DeadlineExceeded):
+            await waiting
 
     simulate(body)
 

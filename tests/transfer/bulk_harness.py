@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +24,9 @@ from transfer.interface import Range, deadline_after
 from transfer.region import HostRegion
 
 MIB = 1 << 20
+POLL_S = 0.001
+LIMIT_S = 20.0  # for anything that has to happen
+QUIET_LIMIT_S = 5.0  # for what the other end of a connection closes on its own thread
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,13 +48,34 @@ def snapshot(region: HostRegion) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until ``condition`` holds; memory that others write has no event."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(POLL_S)
+
+
+@contextmanager
+def old_objects_set_aside() -> Iterator[None]:
+    """Make ``gc.collect`` look only at what the body creates: it is asked again and again there."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+async def until_freed(*memory: weakref.ref[Any]) -> None:
+    """Wait until nobody holds what the references name. Reference cycles do not count."""
+
+    def is_free() -> bool:
+        gc.collect()
+        return all(ref() is None for ref in memory)
+
+    await until(is_free)
 
 
 def soon() -> float:
-    return deadline_after(20.0)
+    return deadline_after(LIMIT_S)
 
 
 def whole(nbytes: int) -> list[Range]:
@@ -79,6 +106,12 @@ def engine_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("kvferry")]
 
 
+def mapped_shared_memory() -> list[str]:
+    """Named shared memory that this process maps; memfds have no name and go with their views."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line})
+
+
 class Engines:
     """Makes engines of one transport and closes them all."""
 
@@ -102,23 +135,58 @@ class Engines:
             await engine.close()
 
 
+class Leftovers:
+    """What this process holds now that ``before`` did not: threads, descriptors, named memory."""
+
+    def __init__(self) -> None:
+        self._before = self._held()
+
+    @staticmethod
+    def _held() -> Counter[str]:
+        files = [name for name in open_files() if "memfd" not in name]
+        return Counter([*engine_threads(), *files, *mapped_shared_memory()])
+
+    def found(self) -> list[str]:
+        return sorted((self._held() - self._before).elements())
+
+    async def none_left(self) -> None:
+        """Wait until nothing is left; AssertionError with the names of what is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_LIMIT_S):
+                while self.found():  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+        assert not (left := self.found()), f"left behind after {QUIET_LIMIT_S} s: {left}"
+
+
+_OPENED_BEFORE: set[str] = set()
+
+
+async def open_once(transport: str) -> None:
+    """Start and stop an engine, the first time: what a transport's library opens for the life of
+    the process (UCX: its event thread) is then there before anything is counted."""
+    if transport not in _OPENED_BEFORE:
+        _OPENED_BEFORE.add(transport)
+        engine = TransferEngine(TransferConfig(transport=transport))
+        await engine.start()
+        await engine.close()
+
+
 @asynccontextmanager
 async def checked_engines(transport: str) -> AsyncIterator[Engines]:
-    """Yield a factory; afterwards no thread and no socket may be left.
+    """Yield a factory; afterwards no thread, no socket and no named shared memory may be left.
 
-    Every engine of a test must come from the factory: one that lives on would still hold its end of
-    a connection whose other end was just closed, for as long as its I/O thread takes to notice.
-    Shared memory lives as long as somebody holds a view of it; ``test_shm`` checks that it goes.
+    Every engine of a test comes from the factory. The far end of a connection notices on its own
+    I/O thread that it was closed, so what is left is asked for again until ``QUIET_LIMIT_S``.
+    Memfds live as long as somebody holds a view of them; ``test_shm`` checks that they go.
     """
-    threads, files = engine_threads(), open_files()
+    await open_once(transport)
+    leftovers = Leftovers()
     engines = Engines(transport)
     try:
         yield engines
     finally:
         await engines.close()
-    assert engine_threads() == threads
-    left = [name for name in open_files() if name not in files]
-    assert not [name for name in left if "memfd" not in name], left
+    await leftovers.none_left()
 
 
 class PeerProcess:
@@ -154,10 +222,15 @@ class PeerProcess:
         assert data, "the peer process ended early"
         return data.decode().strip()
 
-    async def command(self, text: str) -> str:
+    async def order(self, text: str) -> None:
+        """Send a command; ``line`` returns the answer."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(text.encode() + b"\n")
+        await self._process.stdin.drain()
+
+    async def command(self, text: str) -> str:
+        await self.order(text)
         return await self.line()
 
     def signal(self, number: signal.Signals) -> None:

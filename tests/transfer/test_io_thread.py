@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -27,3 +30,158 @@ async def test_work_for_a_thread_that_has_died_is_refused_and_nothing_is_left_un
     with pytest.raises(PeerClosed):
         thread.call(print)
     thread.stop()
+
+
+async def test_who_waits_for_a_thread_that_dies_hears_of_it_also_who_came_last() -> None:
+    thread = IoThread("test")
+    thread.start()
+    dying, die = threading.Event(), threading.Event()
+
+    def work() -> None:
+        dying.set()
+        die.wait(JOIN_TIMEOUT_S)
+        thread.loop.stop()
+
+    waiting = [asyncio.create_task(thread.run(asyncio.Event().wait()))]
+    await asyncio.sleep(0)
+    thread.call(work)
+    assert await asyncio.to_thread(dying.wait, JOIN_TIMEOUT_S)
+    waiting.append(asyncio.create_task(thread.run(asyncio.Event().wait())))
+    await asyncio.sleep(0)
+    die.set()
+    for task in waiting:
+        with pytest.raises(PeerClosed):
+            await asyncio.wait_for(task, JOIN_TIMEOUT_S)
+    thread.stop()
+
+
+@pytest.fixture
+def running() -> Iterator[IoThread]:
+    thread = IoThread("test")
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+async def lend(thread: IoThread, function: Callable[[], bool]) -> None:
+    """Ask until the loop sleeps; it does soon, since nothing keeps it busy."""
+    async with asyncio.timeout(JOIN_TIMEOUT_S):
+        while not thread.try_now(function):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_sleeping_loop_is_lent_to_the_calling_thread(running: IoThread) -> None:
+    ran_on: list[int] = []
+
+    def function() -> bool:
+        ran_on.append(threading.get_ident())
+        return True
+
+    await lend(running, function)
+    assert ran_on == [threading.get_ident()]
+
+
+async def test_a_loop_that_works_is_not_lent_and_nothing_runs_beside_it(running: IoThread) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        inside.set()
+        go_on.wait(JOIN_TIMEOUT_S)
+
+    running.call(work)
+    assert await asyncio.to_thread(inside.wait, JOIN_TIMEOUT_S)
+    assert not running.try_now(lambda: pytest.fail("ran beside the loop"))
+    go_on.set()
+
+
+async def test_what_a_borrower_schedules_is_done_though_the_loop_was_asleep(
+    running: IoThread,
+) -> None:
+    done = threading.Semaphore(0)
+
+    def function() -> bool:
+        running.loop.call_soon(done.release)
+        running.loop.call_later(0.001, done.release)
+        return True
+
+    await lend(running, function)
+    for _ in range(2):
+        assert await asyncio.to_thread(done.acquire, timeout=JOIN_TIMEOUT_S)
+
+
+async def test_a_borrower_that_fails_gives_the_loop_back(running: IoThread) -> None:
+    def function() -> bool:
+        raise ValueError("of the borrower")
+
+    with pytest.raises(ValueError, match="of the borrower"):
+        await lend(running, function)
+    await lend(running, lambda: True)
+    assert await running.run(asyncio.sleep(0, "alive")) == "alive"
+
+
+async def test_nothing_is_lent_by_a_thread_that_was_stopped() -> None:
+    thread = IoThread("test")
+    thread.start()
+    thread.stop()
+    with pytest.raises(PeerClosed):
+        thread.try_now(lambda: True)
+
+
+async def test_a_lent_loop_does_nothing_before_what_it_was_given_earlier(running: IoThread) -> None:
+    """Else an operation would be sent on a connection that was just told to break."""
+    for _ in range(200):
+        await lend(running, lambda: True)  # asleep
+        order: list[str] = []
+        running.call(order.append, "called")
+        lent = running.try_now(lambda: order.append("lent") is None)  # noqa: B023
+        assert not lent or order == ["called", "lent"]
+
+
+class NotedLock:
+    """A lock that says when somebody is about to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.waited_for = threading.Event()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if blocking and self._lock.locked():
+            self.waited_for.set()
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+async def test_a_socket_that_a_borrower_closes_as_the_loop_wakes_for_it_harms_nothing() -> None:
+    """A peer resets: the borrower's send fails just when the loop is told of the reset."""
+    thread = IoThread("test")
+    turn = NotedLock()
+    thread._selector.turn = turn  # type: ignore[assignment]
+    thread.start()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    async def watch() -> None:
+        thread.loop.add_reader(ours, pytest.fail, "called for a socket that was closed")
+
+    await thread.run(watch())
+
+    def function() -> bool:
+        turn.waited_for.clear()
+        theirs.send(b"x")
+        assert turn.waited_for.wait(JOIN_TIMEOUT_S), "the loop did not wake"
+        thread.loop.remove_reader(ours)
+        ours.close()
+        return True
+
+    await lend(thread, function)
+    assert await thread.run(asyncio.sleep(0, "alive")) == "alive"
+    thread.stop()
+    theirs.close()

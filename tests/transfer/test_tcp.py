@@ -24,20 +24,13 @@ from tests.transfer.bulk_harness import (
     until,
     whole,
 )
+from tests.transfer.raw_tcp import RawClient, request_frame
 from transfer.engine import TransferEngine
 from transfer.errors import DeadlineExceeded, FrameInvalid, PeerLost, PeerUnreachable, Unauthorized
 from transfer.interface import deadline_after
-from transfer.region import HostRegion
-from transfer.tcp_codec import (
-    HEADER_NBYTES,
-    Op,
-    RequestBody,
-    control_frame,
-    decode_header,
-    pack_spans,
-)
-from transfer.tcp_handshake import ClientHandshake
-from transfer.tcp_sockets import LIVENESS_S, TcpInfo, join_address, peer_vanished, split_address
+from transfer.tcp_codec import Op, control_frame
+from transfer.tcp_liveness import LIVENESS_S
+from transfer.tcp_sockets import join_address, split_address
 from transfer.token import decode_token, encode_token
 
 
@@ -46,57 +39,6 @@ async def small_read_works(owner: TransferEngine, peer: TransferEngine) -> None:
     region.view[:] = pattern(1000).data
     await peer.read(region.export("r"), whole(1000), into=local, deadline_s=soon())
     assert local.view == region.view
-
-
-class RawClient:
-    """Speaks the protocol by hand, without reading more than it must."""
-
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine = engine
-
-    async def __aenter__(self) -> RawClient:
-        host, port = split_address(self._engine.address)
-        self.sock = socket.create_connection((host, port))
-        self.sock.setblocking(False)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.sock.close()
-
-    async def send(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self.sock, data)
-
-    async def receive(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = await asyncio.get_running_loop().sock_recv(self.sock, count - len(data))
-            if not part:
-                return data
-            data += part
-        return data
-
-    async def is_cut_off(self) -> bool:
-        try:
-            return await self.receive(1) == b""
-        except ConnectionResetError:
-            return True
-
-    async def frame(self) -> tuple[Op, bytes]:
-        header = decode_header(await self.receive(HEADER_NBYTES))
-        return header.op, await self.receive(header.body_nbytes)
-
-    async def hello(self) -> None:
-        handshake = ClientHandshake(b"", "raw", self._engine.incarnation, b"n" * 16)
-        await self.send(handshake.first())
-        while not handshake.ready:
-            header = decode_header(await self.receive(HEADER_NBYTES))
-            answer = handshake.receive(header, await self.receive(header.body_nbytes))
-            await self.send(answer)
-
-    async def request(self, op: Op, region: HostRegion, nbytes: int) -> None:
-        token = decode_token(region.export("rw"))
-        body = RequestBody(token.region_id, token.capability, pack_spans([(0, nbytes)]))
-        await self.send(control_frame(op, 1, body))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +50,7 @@ async def test_foreign_bytes_end_their_connection_and_no_other(garbage: bytes) -
         await small_read_works(owner, peer)
         async with RawClient(owner) as raw:
             await raw.send(garbage)
-            assert await raw.is_cut_off()
+            await raw.until_cut_off()
         await small_read_works(owner, peer)
 
 
@@ -116,9 +58,9 @@ async def test_requests_before_the_hello_are_refused_with_a_reason() -> None:
     async with checked_engines("tcp") as engines:
         owner = await engines.make()
         async with RawClient(owner) as raw:
-            await raw.request(Op.READ, owner.allocate(8), 8)
-            op, body = await raw.frame()
-            assert op is Op.DONE
+            await raw.send(request_frame(Op.READ, owner.allocate(8).export("r"), [(0, 8)]))
+            header, body = await raw.frame()
+            assert header.op is Op.DONE
             assert b"out of order" in body
 
 
@@ -128,14 +70,14 @@ async def test_data_that_nobody_asked_for_ends_the_connection() -> None:
         async with RawClient(owner) as raw:
             await raw.hello()
             await raw.send(control_frame(Op.DATA, 5, b"x"))
-            assert await raw.is_cut_off()
+            await raw.until_cut_off()
 
 
 async def test_a_client_that_says_nothing_is_cut_off() -> None:
     async with checked_engines("tcp") as engines:
         owner = await engines.make(connect_timeout_s=0.05)
         async with RawClient(owner) as raw:
-            assert await raw.is_cut_off()
+            await raw.until_cut_off()
 
 
 async def test_equal_secrets_connect_and_different_ones_do_not() -> None:
@@ -153,8 +95,8 @@ async def test_a_reader_that_does_not_read_slows_nobody_else() -> None:
         region = owner.allocate(64 * MIB)
         async with RawClient(owner) as slow:
             await slow.hello()
-            await slow.request(Op.READ, region, 64 * MIB)
-            await slow.receive(HEADER_NBYTES)
+            await slow.send(request_frame(Op.READ, region.export("r"), [(0, 64 * MIB)]))
+            await slow.frame()
             for _ in range(5):
                 await small_read_works(owner, peer)
 
@@ -165,7 +107,7 @@ async def test_a_writer_that_stalls_in_mid_frame_slows_nobody_else_and_is_forgot
         region = owner.allocate(4096)
         async with RawClient(owner) as slow:
             await slow.hello()
-            await slow.request(Op.WRITE, region, 4096)
+            await slow.send(request_frame(Op.WRITE, region.export("w"), [(0, 4096)]))
             await slow.send(control_frame(Op.DATA, 1, b"\x01" * 4096)[:2000])
             await until(lambda: region.view[100])
             await small_read_works(owner, peer)
@@ -188,19 +130,6 @@ async def test_several_connections_to_one_peer_share_the_work() -> None:
                     peer.read(region.export("r"), whole(8 * MIB), into=local, deadline_s=soon())
                 )
         assert all(local.view == region.view for local in locals_)
-
-
-async def test_more_operations_than_the_limit_are_refused_not_queued() -> None:
-    async with checked_engines("tcp") as engines:
-        owner = await engines.make()
-        peer = await engines.make(max_operations_per_peer=3)
-        token, local = owner.allocate(64).export("r"), peer.allocate(64)
-        results = await asyncio.gather(
-            *(peer.read(token, whole(64), into=local, deadline_s=soon()) for _ in range(5)),
-            return_exceptions=True,
-        )
-        assert sum(isinstance(r, PeerUnreachable) for r in results) == 2
-        await peer.read(token, whole(64), into=local, deadline_s=soon())
 
 
 async def test_a_close_that_is_cancelled_stops_the_engine_all_the_same() -> None:
@@ -235,15 +164,6 @@ async def test_a_listener_that_never_says_hello_is_unreachable_after_the_limit()
         await owner.close()
         with socket.create_server(("127.0.0.1", port)), pytest.raises(PeerUnreachable):
             await peer.read(token, whole(8), into=local, deadline_s=soon())
-
-
-def test_vanished_means_unanswered_retransmissions_or_probes_not_silence() -> None:
-    quiet = TcpInfo(retransmits=0, probes=0, unacked=0, last_ack_s=600.0)
-    assert not peer_vanished(quiet)
-    assert not peer_vanished(quiet._replace(probes=1, last_ack_s=0.4))
-    assert not peer_vanished(quiet._replace(unacked=9, last_ack_s=5.0))
-    assert peer_vanished(quiet._replace(retransmits=3, last_ack_s=2.1))
-    assert peer_vanished(quiet._replace(probes=2, last_ack_s=2.1))
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", ":1", f"{'a' * 70}.example:1"])

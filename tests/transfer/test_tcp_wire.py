@@ -26,7 +26,6 @@ from transfer.tcp_codec import (
 )
 from transfer.tcp_handshake import ClientHandshake, ServerHandshake
 from transfer.tcp_reader import FrameReader, Sink
-from transfer.tcp_window import RequestWindow
 from transfer.tcp_writer import FrameWriter, Source
 
 
@@ -171,12 +170,14 @@ def test_a_sink_whose_gate_closes_in_mid_frame_is_not_touched_again() -> None:
             left -= count
         return 40 - left
 
-    reader.fill(receive)
-    reader.fill(receive)
-    sink.gate.close()
-    while stream:
+    while sink.remaining > 60:
         reader.fill(receive)
-    assert target == b"\x01" * 40 + bytes(60)
+    before = bytes(target)
+    assert 0 < before.count(1) < 100
+    sink.gate.close()
+    while stream or reader.buffered:
+        reader.fill(receive)
+    assert target == before
     assert sink.remaining == 0
     assert [header.op for header, _ in collector.frames] == [Op.DONE]
 
@@ -201,7 +202,7 @@ def test_more_data_than_the_request_expects_is_refused() -> None:
     reader = FrameReader(Collector({1: sink}))
 
     def receive(buffers: Sequence[memoryview]) -> int:
-        buffers[0][:] = encode_header(Op.DATA, 1, 11)
+        buffers[0][:HEADER_NBYTES] = encode_header(Op.DATA, 1, 11)
         return HEADER_NBYTES
 
     with pytest.raises(FrameInvalid, match="expects 10"):
@@ -282,7 +283,7 @@ def test_another_incarnation_is_stale_and_another_version_is_refused_with_both_s
         shake(*sides(expected="other"))
     _, server = sides()
     frame = control_frame(Op.HELLO, body=HelloBody(99, "old", b"c" * 16))
-    with pytest.raises(HelloRefused, match=r"srv.*1.*old.*99"):
+    with pytest.raises(HelloRefused, match=r"srv.*2.*old.*99"):
         server.receive(decode_header(frame[:HEADER_NBYTES]), frame[HEADER_NBYTES:])
 
 
@@ -290,58 +291,8 @@ def test_hello_frames_out_of_order_are_refused() -> None:
     client, server = sides()
     with pytest.raises(FrameInvalid):
         server.receive(Header(Op.READ, 0, 1, 0), b"")
+    _, server = sides()
     with pytest.raises(FrameInvalid):
         server.receive(Header(Op.PROOF, 0, 0, 0), b"")
     with pytest.raises(FrameInvalid):
         client.receive(Header(Op.READY, 0, 0, 0), b"")
-
-
-class Part:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-class Parts:
-    """A job of parts of given sizes."""
-
-    def __init__(self, *sizes: int) -> None:
-        self._parts = [Part(size) for size in sizes]
-
-    def take(self) -> Part | None:
-        return self._parts.pop(0) if self._parts else None
-
-
-def test_the_window_alternates_jobs_and_keeps_its_limit() -> None:
-    window: RequestWindow[Part] = RequestWindow(limit_nbytes=10)
-    window.add(Parts(4, 4, 4))
-    window.add(Parts(3))
-    sizes = []
-    while (part := window.next()) is not None:
-        sizes.append(part.nbytes)
-    assert sizes == [4, 3]
-    window.done(4)
-    part = window.next()
-    assert part is not None
-    assert (part.nbytes, window.nbytes) == (4, 7)
-
-
-def test_a_request_larger_than_the_window_goes_alone() -> None:
-    window: RequestWindow[Part] = RequestWindow(limit_nbytes=10)
-    window.add(Parts(50, 1))
-    assert window.next() is not None
-    assert window.next() is None
-    window.done(50)
-    assert window.next() is not None
-    assert window.num_jobs == 1
-
-
-def test_a_dropped_job_gives_no_more_requests() -> None:
-    window: RequestWindow[Part] = RequestWindow(limit_nbytes=10)
-    job = Parts(8, 8, 8)
-    window.add(job)
-    assert window.next() is not None
-    assert window.next() is None
-    window.drop(job)
-    window.done(8)
-    assert window.next() is None
-    assert window.num_jobs == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -9,14 +10,18 @@ from msgspec.structs import replace
 from pydantic import SecretStr
 
 from tests.transfer.bulk_harness import checked_engines, pattern, soon, whole
+from tests.transfer.contract.world import filled
 from transfer.config import TransferConfig
 from transfer.errors import PeerUnreachable
+from transfer.operation_limit import OperationLimit
 from transfer.token import Endpoint, Token
 from transfer.transports import choose, host_id, process_id
 
 HERE = Endpoint("me", "p1", "h1", "local-1", "shm-1", "127.0.0.1:1")
 SAME_HOST = replace(HERE, incarnation="other", process="p2", loopback="local-9")
 FAR = replace(SAME_HOST, host="h2")
+HERE_UCX = replace(HERE, ucx="127.0.0.1:2")  # offered: by "ucx", and by "auto" with RDMA
+FAR_UCX = replace(FAR, ucx="10.0.0.2:2")
 
 
 def token(endpoint: Endpoint, *, shared: bool = True) -> Token:
@@ -37,10 +42,32 @@ def token(endpoint: Endpoint, *, shared: bool = True) -> Token:
         ("loopback", HERE, True, "loopback"),
         ("loopback", SAME_HOST, True, None),
         ("auto", replace(FAR, tcp=""), True, None),
+        ("ucx", FAR, True, "tcp"),  # we would, but cannot
     ],
 )
 def test_choice(transport: str, there: Endpoint, shared: bool, chosen: str | None) -> None:
     assert choose(transport, HERE, token(there, shared=shared)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("transport", "there", "shared", "chosen"),
+    [
+        ("ucx", FAR_UCX, True, "ucx"),
+        ("ucx", replace(SAME_HOST, ucx="127.0.0.1:3"), True, "ucx"),
+        ("ucx", FAR, True, "tcp"),
+        ("ucx", replace(FAR_UCX, tcp=""), True, "ucx"),
+        ("auto", FAR_UCX, True, "ucx"),
+        ("auto", FAR, True, "tcp"),
+        ("auto", replace(SAME_HOST, ucx="127.0.0.1:3"), True, "shm"),
+        ("auto", replace(SAME_HOST, ucx="127.0.0.1:3"), False, "ucx"),
+        ("tcp", FAR_UCX, True, "tcp"),
+        ("shm", FAR_UCX, True, "tcp"),
+    ],
+)
+def test_ucx_is_chosen_where_both_sides_offer_it(
+    transport: str, there: Endpoint, shared: bool, chosen: str | None
+) -> None:
+    assert choose(transport, HERE_UCX, token(there, shared=shared)) == chosen
 
 
 def test_ids_are_stable_within_a_process() -> None:
@@ -104,3 +131,25 @@ async def test_auto_moves_bytes_within_the_process_by_loopback() -> None:
         assert local.view == region.view
         assert owner.counters().bytes_served == 64
         assert peer.counters().fallbacks == 0
+
+
+def test_operations_are_admitted_up_to_the_limit_of_each_peer_and_again_when_some_end() -> None:
+    limit = OperationLimit(2)
+    with limit.admit("a"), limit.admit("b"):
+        with limit.admit("a"), pytest.raises(PeerUnreachable, match="2 operations"):
+            limit.admit("a").__enter__()
+        with limit.admit("a"), limit.admit("b"):
+            pass
+    assert not limit.num_peers
+
+
+async def test_each_peer_has_a_limit_of_its_own() -> None:
+    async with checked_engines("tcp") as engines:
+        user = await engines.make(max_operations_per_peer=1)
+        owners = [await engines.make() for _ in range(3)]
+        locals_ = [user.allocate(64) for _ in owners]
+        async with asyncio.TaskGroup() as group:
+            for owner, local in zip(owners, locals_, strict=True):
+                token = filled(owner, 64).export("r")
+                group.create_task(user.read(token, whole(64), into=local, deadline_s=soon()))
+        assert all(local.view == pattern(64).data for local in locals_)
