@@ -14,7 +14,7 @@ from typing import NamedTuple
 from transfer.copier import Access, Copier, Copy
 from transfer.counters import CounterBoard
 from transfer.device_stage import DeviceStages, Staged
-from transfer.errors import PeerUnreachable, Stale, Unauthorized
+from transfer.errors import PeerUnreachable, Stale
 from transfer.interface import Range
 from transfer.ranges import total_nbytes
 from transfer.region import (
@@ -62,6 +62,19 @@ class _RegionAccess(Access):
         self._region.gate.leave()
 
 
+def _owner_at(endpoint: Endpoint) -> LoopbackOwner:
+    with _REGISTRY.lock:
+        owner = _REGISTRY.owners.get(endpoint.loopback)
+    if owner is None:
+        raise PeerUnreachable(f"no engine at loopback address {endpoint.loopback!r}")
+    if owner.incarnation != endpoint.incarnation:
+        raise Stale(
+            f"loopback address {endpoint.loopback!r} is incarnation {owner.incarnation}, "
+            f"the token names {endpoint.incarnation}"
+        )
+    return owner
+
+
 def _swapped(ranges: Sequence[Range]) -> list[Range]:
     return [Range(r.local_offset, r.remote_offset, r.nbytes) for r in ranges]
 
@@ -88,32 +101,14 @@ class LoopbackTransport:
             _REGISTRY.owners[self._address] = self._owner
 
     async def move(self, move: Move) -> None:
-        endpoint = move.token.endpoint
-        with _REGISTRY.lock:
-            owner = _REGISTRY.owners.get(endpoint.loopback)
-        if owner is None:
-            raise PeerUnreachable(f"no engine at loopback address {endpoint.loopback!r}")
-        if owner.incarnation != endpoint.incarnation:
-            raise Stale(
-                f"loopback address {endpoint.loopback!r} is incarnation {owner.incarnation}, "
-                f"the token names {endpoint.incarnation}"
-            )
+        owner = _owner_at(move.token.endpoint)
         region = owner.regions.authorize(move.token.region_id, move.token.capability, move.right)
         check_spans([(r.remote_offset, r.nbytes) for r in move.ranges], region.nbytes)
-        if move.right == "w" and region.readonly:
-            raise Unauthorized("the region is read-only")
         if isinstance(region, DeviceRegion):
             await self._move_device(move, region, owner)
         else:
-            access = _RegionAccess(region, owner)
-            copy = Copy(
-                move.region.view,
-                region.view,
-                move.ranges,
-                access,
-                move.right == "r",
-                move.priority,
-            )
+            access, to_local = _RegionAccess(region, owner), move.right == "r"
+            copy = Copy(move.region.view, region.view, move.ranges, access, to_local, move.priority)
             await self._copier.copy(copy, move.deadline_s)
         owner.counters.add(bytes_served=total_nbytes(move.ranges))
 

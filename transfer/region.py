@@ -100,7 +100,11 @@ class RegisteredRegion(ABC):
         return self._table.encode(self, rights, capability)
 
     def revoke(self) -> None:
-        """Withdraw the region from all peers. Idempotent; waits at most for one piece."""
+        """Withdraw the region from all peers. Idempotent.
+
+        Blocks its thread for at most one piece; for ``shm_presence.REVOKE_PATIENCE_S`` when a peer
+        was stopped in the middle of one. Thread-safe: a loop that cannot wait asks a thread.
+        """
         self._table.revoke(self)
 
     def rights_of(self, capability: bytes) -> Rights | None:
@@ -240,19 +244,26 @@ class RegionTable:
     def _give_up(self, region_id: int, allocation: Allocation) -> None:
         """Part with memory that peers may have mapped, once none of them touches the region."""
         is_empty = self._control is None or self._control.wait_until_empty(region_id)
+        if not is_empty:
+            self._leave_behind(allocation)
         with self._lock:
-            if not is_empty:
-                self._leave_behind(allocation)
             allocation.release()
             self._allocations = [a for a in self._allocations if a.in_use]
 
     def _leave_behind(self, allocation: Allocation) -> None:
-        """A peer that was stopped inside may go on at any time: leave the file to it."""
+        """A peer that was stopped inside may go on at any time: leave the file to it.
+
+        Only the exchange of the mapping is under the lock, not the copy of up to a gigabyte: peers
+        are served from the I/O loop meanwhile.
+        """
         assert self._control is not None, "waited for peers without a control page"
-        for region in self._regions.values():
-            if isinstance(region, HostRegion) and region.allocation is allocation:
-                self._control.move_away(region.region_id)
-        if allocation.leave_behind():
+        with self._lock:
+            parted = allocation.can_leave_behind
+            for region in self._regions.values() if parted else ():
+                if isinstance(region, HostRegion) and region.allocation is allocation:
+                    self._control.move_away(region.region_id)
+            parted = parted and allocation.leave_behind()
+        if parted and allocation.keep_bytes():
             _LOG.warning("a peer stopped while it copied: the memory was left behind for it")
         else:
             _LOG.error(

@@ -69,14 +69,7 @@ class ShmTransport:
         self._connect_timeout_s = config.connect_timeout_s
         self._io = io
         self._copier = copier
-        self._listener: socket.socket = listen_abstract(address)
-        try:
-            self._control = ControlPage()
-        except OSError as error:
-            self._listener.close()
-            raise PeerUnreachable(
-                f"cannot share memory: {error}; raise the limit on open files, or choose 'tcp'"
-            ) from error
+        self._listener, self._control = _listen(address)
         regions.attach(self._control)
         self._owner = ShmOwner(incarnation, regions, self._control)
         self._control.on_withdrawn = self._on_withdrawn
@@ -182,3 +175,14 @@ class ShmTransport:
             peer.close(error)
         self._peers.clear()
         self._control.close()
+
+
+def _listen(address: str) -> tuple[socket.socket, ControlPage]:
+    listener = listen_abstract(address)
+    try:
+        return listener, ControlPage()
+    except OSError as error:
+        listener.close()
+        raise PeerUnreachable(
+            f"cannot share memory: {error}; raise the limit on open files, or choose 'tcp'"
+        ) from error

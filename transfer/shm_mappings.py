@@ -60,7 +60,8 @@ class Mappings:
         """Map a region; ``fd`` stays the caller's.
 
         Raises:
-            FrameInvalid: what the owner sent cannot be mapped safely, or not at all.
+            FrameInvalid: what the owner sent cannot be mapped safely.
+            OSError: the kernel maps no more.
         """
         known = self.get(region_id, capability)
         if known is not None:
@@ -106,9 +107,9 @@ class Mappings:
 def _map(fd: int, nbytes: int, *, writable: bool) -> memoryview:
     try:
         check_sealed(fd, nbytes)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapped = mmap.mmap(fd, nbytes, prot=protection)
     except (OSError, ValueError) as error:
-        raise FrameInvalid(f"cannot map the owner's memory: {error}") from error
+        raise FrameInvalid(f"the owner's memory cannot be mapped safely: {error}") from error
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    mapped = mmap.mmap(fd, nbytes, prot=protection)
     use_huge_pages(mapped, nbytes)
     return memoryview(mapped)

@@ -111,21 +111,31 @@ class Allocation:
             os.close(self.fd)
             self.fd = None
 
-    def leave_behind(self) -> bool:
-        """Keep the bytes and the addresses, but give up the file to the peers that map it.
+    @property
+    def can_leave_behind(self) -> bool:
+        """False for memory that is too large to be copied."""
+        return self.nbytes <= MAX_LEFT_BEHIND_NBYTES
 
-        Returns False where that is not possible: the memory is too large to be copied, or the
-        kernel refuses (it is too old, or out of memory). Memory that a driver pinned (a GPU's, a
-        network card's) stays what the driver sees: register it anew. Does nothing to private
-        memory.
+    def leave_behind(self) -> bool:
+        """Give up the file to the peers that map it, but keep the addresses; ``keep_bytes`` next.
+
+        Returns False where the kernel refuses. Memory that a driver pinned (a GPU's, a network
+        card's) stays what the driver sees: register it anew. Does nothing to private memory.
         """
         if self.fd is None:
             return True
-        if self.nbytes > MAX_LEFT_BEHIND_NBYTES or not self._map_privately(self.fd):
+        if not self._map_privately(self.fd):
             return False
         self.stop_sharing()
+        return True
+
+    def keep_bytes(self) -> bool:
+        """Copy every page that is still the file's, after ``leave_behind``.
+
+        Returns False where the kernel refuses: it is too old, or out of memory.
+        """
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE)  # copies every page now
+            self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError:
             return False
         return True

@@ -45,9 +45,7 @@ from transfer.shm_wire import (
     send_packet,
 )
 
-
 MAX_MAP_REQUESTS = 1024  # without an answer; the kernel takes a few hundred that are not read
-
 _DEAF = "the owner does not answer map requests"
 _Wanted = tuple[int, bytes]  # region id and capability
 
@@ -141,11 +139,12 @@ class ShmPeer:
         try:
             if isinstance(packet, RefusalPacket):
                 raise _refusal(packet)
-            if len(fds) != 1:
-                raise FrameInvalid(f"a place comes with one descriptor, this one with {len(fds)}")
-            grant = self.mappings.add(*wanted, packet, fds[0])
+            grant = self.mappings.add(*wanted, packet, _only(fds))
         except TransferError as error:
             _fail(reply, error)
+            return
+        except OSError as error:
+            _fail(reply, ShmUnavailable(f"cannot map the owner's memory: {error}"))
             return
         if not self._control.holds(region_id):  # revoked before the owner knew of this mapping
             self.mappings.forget(region_id)
@@ -187,6 +186,15 @@ class ShmPeer:
         self._replies.clear()
         self.mappings.clear()
         self.presence.close()
+
+
+def _only(fds: list[int]) -> int:
+    """Return the descriptor that comes with a welcome or a place."""
+    if not fds:  # the kernel drops what a process has no room for
+        raise ShmUnavailable("no descriptor came with the answer; is the limit on open files hit?")
+    if len(fds) > 1:
+        raise FrameInvalid(f"one descriptor comes with an answer, not {len(fds)}")
+    return fds[0]
 
 
 def _fail(reply: asyncio.Future[Grant], error: TransferError) -> None:
@@ -257,21 +265,22 @@ def _accept_welcome(
 ) -> tuple[ControlView, Presence]:
     """Return the control page, and our presence through its file. Takes over ``fds``."""
     try:
-        _check_welcome(packet, fds, expected)
-        view = ControlView(fds[0])
+        _check_welcome(packet, expected)
+        fd = _only(fds)
+        view = ControlView(fd)
     except (OSError, ValueError) as error:
         close_all(fds)
         raise ShmUnavailable(f"cannot map the owner's control page: {error}") from error
     except TransferError:
         close_all(fds)
         raise
-    return view, Presence(fds[0])
+    return view, Presence(fd)
 
 
-def _check_welcome(packet: Packet | None, fds: list[int], expected: str) -> None:
+def _check_welcome(packet: Packet | None, expected: str) -> None:
     if packet is None:
         raise ShmUnavailable("the owner of the shared memory hung up")
-    if not isinstance(packet, WelcomePacket) or len(fds) != 1:
+    if not isinstance(packet, WelcomePacket):
         raise FrameInvalid("no welcome from the owner of the shared memory")
     if packet.protocol != SHM_PROTOCOL_VERSION:
         raise ShmUnavailable(

@@ -102,7 +102,7 @@ def wait_until_empty(fd: int, region_id: int, patience_s: float) -> bool:
 
 
 async def until_empty(fd: int, region_id: int, patience_s: float) -> bool:
-    """The same as ``wait_until_empty`` without blocking the loop. Cancelled, it has told nothing."""
+    """``wait_until_empty`` for a loop that has other things to do. Cancelled, it knows nothing."""
     for pause_s in _pauses(patience_s):
         if _is_empty(fd, region_id):
             return True

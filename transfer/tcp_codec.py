@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from transfer.decoding import decode_foreign
-from transfer.error_codes import status_of
+from transfer.error_codes import MAX_TEXT_NBYTES, status_of
 from transfer.errors import FrameInvalid, TransferError
 from transfer.interface import Priority
 
@@ -46,7 +46,6 @@ HEADER_NBYTES = HEADER.size
 MAX_CONTROL_NBYTES = 128 * 1024  # body of any frame but DATA: 4096 spans and change
 MAX_HELLO_NBYTES = 4096  # body of a frame from somebody who has not proven the secret yet
 MAX_DATA_NBYTES = 64 << 20  # body of one DATA frame
-
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -138,7 +137,9 @@ def control_frame(
 
 
 def done_frame(request_id: int, error: TransferError | None) -> bytes:
-    return control_frame(Op.DONE, request_id, str(error or "")[:500].encode(), status_of(error))
+    """Return the answer to a request: success, or why not."""
+    reason = str(error or "").encode()[:MAX_TEXT_NBYTES]
+    return control_frame(Op.DONE, request_id, reason, status_of(error))
 
 
 B = TypeVar("B", bound=msgspec.Struct)

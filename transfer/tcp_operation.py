@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transfer.cursor import Cursor
 from transfer.errors import DeadlineExceeded, TransferError
@@ -29,8 +29,8 @@ class Request:
     operation: TcpOperation
     ranges: list[Range]
     nbytes: int
-    sink: Sink | None = field(default=None)
-    source: Source | None = field(default=None)
+    sink: Sink | None = None
+    source: Source | None = None
 
     @property
     def moved(self) -> bool:

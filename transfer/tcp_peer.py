@@ -118,7 +118,7 @@ class TcpPeer:
         self._advance()
 
     def _fail(self, operations: dict[TcpOperation, None], error: TransferError) -> None:
-        """End all of them before any is forgotten, which makes room for the requests of the next."""
+        """End all before one is forgotten: that makes room, which the next must not take."""
         for operation in operations:
             operation.finish(error)
         for operation in operations:
@@ -150,6 +150,7 @@ class TcpPeer:
             )
         else:
             self._backoff.succeeded()
+            self._connecting.discard(asyncio.current_task())  # first: the link may be lost at once
             self._links.append(link)
             self._advance()
 

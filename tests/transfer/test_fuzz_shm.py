@@ -283,7 +283,7 @@ def place(packet: MapPacket, fds: tuple[int, ...], **changes: int) -> list[Sent]
 
 
 BROKEN: dict[str, tuple[Answers, type[TransferError]]] = {
-    "no descriptor": (lambda p, _: place(p, ()), FrameInvalid),
+    "no descriptor": (lambda p, _: place(p, ()), ShmUnavailable),
     "two descriptors": (lambda p, f: place(p, (f.sealed, f.sealed)), FrameInvalid),
     "forty descriptors": (lambda p, f: place(p, (f.sealed,) * 40), FrameInvalid),
     "a pipe": (lambda p, f: place(p, (f.pipe,)), FrameInvalid),

@@ -9,14 +9,13 @@ import gc
 import mmap
 import os
 import socket
-import threading
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from tests.transfer.bulk_harness import (
-    LIMIT_S,
     checked_engines,
     kvferry_sockets,
     open_files,
@@ -26,7 +25,7 @@ from tests.transfer.bulk_harness import (
     until,
     whole,
 )
-from transfer import shm_control, shm_owner, shm_peer
+from transfer import shm_control, shm_mappings, shm_peer
 from transfer.engine import TransferEngine
 from transfer.errors import FrameInvalid, PeerUnreachable, RegionRevoked
 from transfer.interface import Rights
@@ -267,17 +266,18 @@ async def test_descriptors_that_a_peer_sends_are_closed() -> None:
             os.close(read_end)
 
 
+@pytest.mark.parametrize(("module", "name"), [(shm_peer, "ControlView"), (shm_mappings, "_map")])
 async def test_memory_that_cannot_be_mapped_is_reached_by_tcp(
-    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(fd: int) -> None:
+    def exhausted(*args: object, **options: object) -> None:
         raise OSError(errno.ENOMEM, "no memory for a mapping")
 
     async with checked_engines("shm") as engines:
         owner, peer = await engines.make(), await engines.make()
         region, local = owner.allocate(64), peer.allocate(64)
         region.view[:] = pattern(64).data
-        monkeypatch.setattr(shm_peer, "ControlView", exhausted)
+        monkeypatch.setattr(module, name, exhausted)
         await peer.read(region.export("r"), whole(64), into=local, deadline_s=soon())
         assert local.view == region.view
         assert peer.counters().fallbacks == 1

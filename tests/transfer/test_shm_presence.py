@@ -12,7 +12,7 @@ from tests.transfer.bulk_harness import pattern
 from transfer import shm_control
 from transfer.shm_control import REVOKE_PATIENCE_S, STALLED_PATIENCE_S, ControlPage
 from transfer.shm_memory import Allocation
-from transfer.shm_presence import EVERY_REGION, Presence, until_empty, wait_until_empty
+from transfer.shm_presence import EVERY_REGION, Presence, wait_until_empty
 
 
 def test_the_owner_is_refused_exactly_while_a_peer_is_inside() -> None:
@@ -104,6 +104,7 @@ def test_memory_left_behind_keeps_its_address_and_loses_no_store() -> None:
     while count[0] < 1000:
         pass
     assert allocation.leave_behind()
+    assert allocation.keep_bytes()
     so_far = count[0]
     while count[0] < so_far + 1000:
         pass

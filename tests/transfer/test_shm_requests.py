@@ -1,4 +1,4 @@
-"""Hellos and map requests over the unix socket of shm: who is asked, how often, and for how long."""
+"""Hellos and map requests over the unix socket of shm: who is asked, how often, how long."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import signal
 import sys
@@ -31,13 +30,10 @@ from transfer.engine import TransferEngine
 from transfer.errors import PeerClosed, PeerLost, PeerUnreachable, RegionRevoked
 from transfer.interface import Range
 from transfer.shm_control import (
-    REVOKE_PATIENCE_S,
-    STALLED_PATIENCE_S,
     ControlPage,
     EngineState,
 )
-from transfer.shm_memory import Allocation
-from transfer.shm_presence import EVERY_REGION, Presence, wait_until_empty
+from transfer.shm_presence import wait_until_empty
 
 NBYTES = 300_000
 FOREVER_S = 60.0  # a wait that is not expected to be used up

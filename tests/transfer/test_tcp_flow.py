@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from contextlib import AsyncExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +29,9 @@ from transfer import tcp_backoff, tcp_link, tcp_server
 from transfer.engine import TransferEngine
 from transfer.errors import DeadlineExceeded, PeerClosed, PeerLost, PeerUnreachable
 from transfer.interface import Priority, Range, deadline_after
+from transfer.tcp_client import ClientLink
 from transfer.tcp_codec import Header, Op, control_frame, done_frame, encode_header
+from transfer.tcp_operation import Request
 from transfer.tcp_reader import AHEAD_NBYTES
 from transfer.tcp_resolver import Address, Resolver
 from transfer.tcp_server import ServedLink
@@ -135,6 +138,44 @@ async def test_a_client_that_is_gone_when_it_is_accepted_costs_nothing(
         async with RawClient(owner) as raw:
             await raw.until_cut_off()
         await small_read_works(owner, user)
+
+
+async def test_a_connection_that_is_lost_as_soon_as_it_is_made_ends_all_that_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the first got as far as asking; the others must not wait for nothing."""
+    may_open = asyncio.Event()
+    open_, start = ClientLink.open, ClientLink.start
+
+    async def open_when_told(link: ClientLink, *args: Any) -> None:
+        await open_(link, *args)
+        await may_open.wait()
+
+    def start_and_lose(link: ClientLink, request: Request) -> None:
+        start(link, request)
+        link.link.close(PeerLost("reset at the first byte"))
+
+    monkeypatch.setattr(ClientLink, "open", open_when_told)
+    monkeypatch.setattr(ClientLink, "start", start_and_lose)
+    async with checked_engines("tcp") as engines:
+        owner, user = await engines.make(), await engines.make()
+        token, local = owner.allocate(8).export("r"), user.allocate(8)
+        reads = [
+            asyncio.create_task(
+                user.read(token, whole(8), into=local, deadline_s=deadline_after(600.0))
+            )
+            for _ in range(3)
+        ]
+        assert user._tcp is not None
+        assert user._io is not None
+        await until(lambda: user._tcp and user._tcp._peers)
+        (peer,) = user._tcp._peers.values()
+        await until(lambda: len(peer._operations) == len(reads))
+        user._io.call(may_open.set)
+        async with asyncio.timeout(LIMIT_S):
+            for read in reads:
+                with pytest.raises(PeerLost):
+                    await read
 
 
 async def test_closing_says_goodbye_on_all_connections_to_a_peer_at_once(
