@@ -19,7 +19,7 @@ from transfer.errors import PeerUnreachable, TransferError
 from transfer.tcp_backoff import Backoff
 from transfer.tcp_handshake import NONCE_NBYTES, ClientHandshake
 from transfer.tcp_resolver import Resolver
-from transfer.ucx_binding import Context
+from transfer.ucx_binding import Context, UcxUnavailable
 from transfer.ucx_client import UcxClient
 from transfer.ucx_farewell import Farewells
 from transfer.ucx_meeting import Meeting
@@ -89,10 +89,12 @@ class UcxPeer:
             async with asyncio.timeout(limit_s):
                 await client.open(handshake, self._address, self._resolver, meeting)
             failure = None
+        except PeerUnreachable as error:  # its port may be blocked while that of tcp is not
+            failure = UcxUnavailable(str(error))
         except TransferError as error:
             failure = error
         except TimeoutError:
-            failure = PeerUnreachable(f"{self._address} did not answer within {limit_s} s")
+            failure = UcxUnavailable(f"{self._address} did not answer within {limit_s} s")
         finally:
             if self._connecting is asyncio.current_task():  # else it was stopped
                 self._connecting = None

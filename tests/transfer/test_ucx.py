@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from pydantic import SecretStr
 
 from tests.transfer.bulk_harness import (
@@ -29,7 +30,7 @@ from tests.transfer.ucx_support import NEEDS_UCX
 from transfer.engine import TransferEngine
 from transfer.errors import DeadlineExceeded, PeerLost, PeerUnreachable, Unauthorized
 from transfer.interface import Range, deadline_after
-from transfer.token import decode_token
+from transfer.token import decode_token, encode_token
 from transfer.ucx_binding import options_for
 
 pytestmark = NEEDS_UCX
@@ -212,6 +213,23 @@ async def test_a_peer_without_ucx_is_reached_by_tcp_loudly_and_once(
         region.view[:] = pattern(64).data
         for _ in range(2):
             await peer.read(region.export("r"), whole(64), into=local, deadline_s=soon())
+        assert local.view == region.view
+        assert caplog.text.count("is reached by tcp, not ucx") == 1
+        assert peer.counters().fallbacks == 1
+
+
+async def test_a_blocked_ucx_port_leaves_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    async with checked_engines("ucx") as engines:
+        owner, peer = await make_pair(engines)
+        region, local = owner.allocate(64), peer.allocate(64)
+        region.view[:] = pattern(64).data
+        token = decode_token(region.export("r"))
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))  # bound and not listening: every connect is refused
+            address = f"127.0.0.1:{unused.getsockname()[1]}"
+            blocked = encode_token(replace(token, endpoint=replace(token.endpoint, ucx=address)))
+            for _ in range(2):
+                await peer.read(blocked, whole(64), into=local, deadline_s=soon())
         assert local.view == region.view
         assert caplog.text.count("is reached by tcp, not ucx") == 1
         assert peer.counters().fallbacks == 1
