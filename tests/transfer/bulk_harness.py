@@ -83,7 +83,26 @@ def whole(nbytes: int) -> list[Range]:
 
 
 def shared_memory_files() -> list[str]:
-    return sorted(os.listdir("/dev/shm"))
+    """Named shared memory that this process holds or that nobody holds: not that of others.
+
+    Tests of other processes come and go meanwhile, with memory of their own.
+    """
+    names = set(os.listdir("/dev/shm"))
+    others = [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != os.getpid()]
+    return sorted(names.difference(*map(_held_shared_memory, others))) if names else []
+
+
+def _held_shared_memory(pid: str) -> set[str]:
+    """Named shared memory that a process has open or mapped; empty if it is gone."""
+    root = Path(f"/proc/{pid}")
+    held: list[str] = []
+    with suppress(OSError):
+        held += (root / "maps").read_text().splitlines()
+    with suppress(OSError):
+        for fd in os.listdir(root / "fd"):
+            with suppress(OSError):
+                held.append(os.readlink(root / "fd" / fd))
+    return {line.partition("/dev/shm/")[2] for line in held if "/dev/shm/" in line}
 
 
 def kvferry_sockets() -> list[str]:
