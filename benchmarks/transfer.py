@@ -23,7 +23,7 @@ from launch.doctor.rows import Finding, Row, Unavailable, decode_finding
 SMOL, LARGE, SMALL = Case(368_640, 64), Case(5 * MIB, 64), Case(65_536, 256)
 PAGES = ("--pages", "368640", "--pages", "5MiB", "--batch", "64")
 MANY_SMALL = ("--pages", "64KiB", "--batch", "256")
-UCX_PATHS = ("tcp", "posix,cma")
+UCX_PATHS = ("tcp", "posix")
 
 
 class Run(NamedTuple):
