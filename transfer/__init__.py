@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from transfer.config import TransferConfig
     from transfer.counters import TransferCounters
     from transfer.engine import TransferEngine
-    from transfer.interface import Range, Region, Transfer, deadline_after, remaining_s
+    from transfer.interface import (
+        Priority,
+        Range,
+        Region,
+        Transfer,
+        deadline_after,
+        remaining_s,
+    )
 
 __all__ = [
+    "Priority",
     "Range",
     "Region",
     "Transfer",
@@ -30,6 +38,7 @@ _HOMES = {
     "TransferConfig": "transfer.config",
     "TransferCounters": "transfer.counters",
     "TransferEngine": "transfer.engine",
+    "Priority": "transfer.interface",
     "Range": "transfer.interface",
     "Region": "transfer.interface",
     "Transfer": "transfer.interface",

@@ -333,7 +333,7 @@ class TransferEngine:
             remote_nbytes=token.nbytes,
             destination="local" if right == "r" else "remote",
         )
-        if merged and remaining_s(deadline_s) <= 0:
+        if merged and not remaining_s(deadline_s) > 0:  # NaN is no deadline either
             raise DeadlineExceeded("the deadline had passed before the operation began")
         return Move(right, token, merged, region, deadline_s)
 

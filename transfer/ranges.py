@@ -8,6 +8,7 @@ remote offsets (sequential for the owner's memory).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Literal
 
 from transfer.errors import FrameInvalid
@@ -22,9 +23,10 @@ def plan(
     """Return the fewest ranges that move the same bytes.
 
     Raises:
-        FrameInvalid: a negative number, a range outside of a region, or overlapping destinations.
+        FrameInvalid: what is no range, a negative number, a range outside of a region, or
+            overlapping destinations.
     """
-    checked = [Range(*r) for r in ranges]
+    checked = [_exact(r) for r in ranges]
     for r in checked:
         _check_bounds(r, local_nbytes, remote_nbytes)
     checked = [r for r in checked if r.nbytes]
@@ -73,6 +75,17 @@ def split(ranges: Sequence[Range], *, max_ranges: int, max_nbytes: int) -> Itera
                 batch, room = [], max_nbytes
     if batch:
         yield batch
+
+
+def _exact(given: Range) -> Range:
+    """Return the range in Python's own integers: those of numpy wrap, and a float is a bug."""
+    try:
+        remote_offset, local_offset, nbytes = map(index, given)
+    except (TypeError, ValueError):
+        raise FrameInvalid(
+            f"{given!r} is no range: it takes three integers, remote_offset, local_offset, nbytes"
+        ) from None
+    return Range(remote_offset, local_offset, nbytes)
 
 
 def _check_bounds(r: Range, local_nbytes: int, remote_nbytes: int) -> None:

@@ -184,7 +184,7 @@ class SimTransfer:
             remote_nbytes=token.nbytes,
             destination="local" if right == "r" else "remote",
         )
-        if merged and remaining_s(deadline_s) <= 0:
+        if merged and not remaining_s(deadline_s) > 0:
             raise DeadlineExceeded("the deadline had passed before the operation began")
         return Move(right, token, merged, region, deadline_s)
 

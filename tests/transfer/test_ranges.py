@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,3 +71,19 @@ def test_overlapping_sources_are_allowed_and_overlapping_destinations_are_not() 
     assert len(plan(ranges, local_nbytes=64, remote_nbytes=64, destination="local")) == 2
     with pytest.raises(FrameInvalid, match="remote destination ranges overlap at byte 0"):
         plan(ranges, local_nbytes=64, remote_nbytes=64, destination="remote")
+
+
+@pytest.mark.parametrize("given", [(0.0, 0, 8), (0, "1", 8), (0, 0, None), (0, 8), 3, None])
+def test_what_is_no_range_is_refused_before_anything_moves(given: object) -> None:
+    with pytest.raises(FrameInvalid, match="three integers"):
+        plan([given], local_nbytes=SIZE, remote_nbytes=SIZE, destination="local")  # type: ignore[list-item]
+
+
+def test_integers_of_numpy_do_not_wrap() -> None:
+    half = np.int32(1 << 30)
+    whole = Range(half, half, half)  # type: ignore[arg-type]
+    assert plan([whole], local_nbytes=1 << 31, remote_nbytes=1 << 31, destination="local") == [
+        Range(1 << 30, 1 << 30, 1 << 30)
+    ]
+    with pytest.raises(FrameInvalid, match="outside"):
+        plan([whole], local_nbytes=(1 << 31) - 1, remote_nbytes=1 << 31, destination="local")

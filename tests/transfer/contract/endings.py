@@ -7,6 +7,7 @@ still on their way, in either direction.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import weakref
 from typing import Any
@@ -45,7 +46,7 @@ BEYOND_ALL_BUFFERS_NBYTES = 12 * MIB  # what was sent already cannot show that m
 
 
 @BOTH_KINDS
-@pytest.mark.parametrize("late_s", [0.0, 1e-9, 5.0])
+@pytest.mark.parametrize("late_s", [0.0, 1e-9, 5.0, math.nan])
 async def test_a_deadline_that_has_passed_moves_nothing(
     world: World, kind: str, late_s: float
 ) -> None:
