@@ -24,6 +24,7 @@ SMOL, LARGE, SMALL = Case(368_640, 64), Case(5 * MIB, 64), Case(65_536, 256)
 PAGES = ("--pages", "368640", "--pages", "5MiB", "--batch", "64")
 MANY_SMALL = ("--pages", "64KiB", "--batch", "256")
 UCX_PATHS = ("tcp", "posix")
+NAMES = ("loopback", "shm", "tcp", "ucx", "stalled")
 
 
 class Run(NamedTuple):
@@ -179,8 +180,19 @@ def show(found: Sequence[Figure]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", action="append", default=[], help="loopback, shm, tcp, ucx ...")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="interleaved rounds of each figure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=NAMES,
+        help="run only these of the plan; repeatable (default: all)",
+    )
     args = parser.parse_args()
     runs = plan(args.rounds, args.only)
     found = measure(runs)

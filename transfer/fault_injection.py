@@ -75,6 +75,13 @@ class FaultInjector:
             "FAULTS ARE INJECTED into every transfer of this process, as asked for: %s",
             self.rules.describe(),
         )
+        for rule in self.rules.rules:
+            if rule.transport is not None and rule.transport not in transports:
+                _LOG.warning(
+                    "fault rule %r NEVER APPLIES: this engine has no %s, only %s: name one of "
+                    "these, or choose the transport (--transfer)",
+                    *(rule.text, rule.transport, ", ".join(transports)),
+                )
         return {name: FaultyTransport(inner, self) for name, inner in transports.items()}
 
     def next(self, transport: str, move: Move) -> Fault | None:

@@ -9,15 +9,17 @@ Runs on the event loop that nodes run on, with their settings: what is measured 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
 
 from launch.doctor.grid import Case, choose_cases
 from launch.doctor.measure import measure, unavailable
+from launch.doctor.memory import GONE
 from launch.doctor.options import DoctorOptions
 from launch.doctor.peer import Link, elsewhere, in_a_child, in_this_process
-from launch.doctor.rows import Finding, Row, encode_finding
+from launch.doctor.rows import Finding, Row, Unavailable, encode_finding
 from launch.doctor.stall import measure_stalled
 from launch.doctor.table import Report, progress, show
 from launch.doctor.verdict import check
@@ -38,7 +40,12 @@ def run(options: DoctorOptions) -> None:
     """
     setup_logging(options.log_level)
     secret = read_secret(options)
+    _keep_ucx_off_stdout()
     if options.serve:
+        if options.peer is not None:
+            raise ConfigError(
+                f"--peer {options.peer}: with --serve this is the side that waits: leave one out"
+            )
         from launch.doctor.server import DoctorRole
 
         run_role(DoctorRole(options, secret), drain_timeout_s=0.0)
@@ -50,6 +57,12 @@ def run(options: DoctorOptions) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         findings = runner.run(_report(options, secret, cases))
     check(findings, options.require, options.min_ratio)
+
+
+def _keep_ucx_off_stdout() -> None:
+    """Its log goes there by default. UCX is not loaded yet; children inherit it."""
+    if os.environ.get("UCX_LOG_FILE", "stdout").startswith("stdout"):
+        os.environ["UCX_LOG_FILE"] = "stderr"
 
 
 def _check_peer(options: DoctorOptions, secret: str | None) -> None:
@@ -100,8 +113,13 @@ async def _measure_all(
             report(f"{transport}, one of four stopped")
         return
     async with AsyncExitStack() as stack:
-        links = _Links(network, options, secret, stack)
+        links, gone = _Links(network, options, secret, stack), False
         for transport in options.measured:
+            if gone and transport != "loopback":
+                yield Unavailable(
+                    transport=transport, reason="not tried any more", remedy=GONE, failed=True
+                )
+                continue
             link = await links.to(transport)
             if link is None:
                 yield unavailable(transport, "the other side is another process")
@@ -109,6 +127,7 @@ async def _measure_all(
             async with aclosing(measure(transport, link, cases, options, secret)) as found:
                 async for finding in found:
                     report(finding.name if isinstance(finding, Row) else finding.transport)
+                    gone = isinstance(finding, Unavailable) and finding.remedy == GONE
                     yield finding
 
 

@@ -32,6 +32,9 @@ FULL_BATCHES = (1, 8, 64, 512)
 SAMPLE_NBYTES = 32 * MIB  # a timed sample repeats small batches until it has moved so much,
 REPEATS_MAX = 64  # but no more often than this
 
+STEP_TIMEOUT_S = 10.0  # of one step that moves next to nothing: a side that is frozen is noticed
+SLOWEST_NBYTES_PER_S = 32 * MIB  # what a large step is given time for besides
+
 
 class Case(NamedTuple):
     """``batch`` pages of ``page_nbytes`` bytes, moved by one operation."""
@@ -55,6 +58,11 @@ class Case(NamedTuple):
             Range(there * nbytes, here * nbytes, nbytes)
             for here, there in enumerate(scattered(self.batch))
         ]
+
+
+def step_timeout_s(nbytes: int) -> float:
+    """Return the seconds that one step of ``nbytes`` may take before its other side is frozen."""
+    return STEP_TIMEOUT_S + nbytes / SLOWEST_NBYTES_PER_S
 
 
 LATENCY = Case(4 * KIB, 1)  # the small read whose percentiles are reported
@@ -112,7 +120,12 @@ def choose_cases(pages: Sequence[str], batches: Sequence[int], *, full: bool) ->
 
 
 def _page_nbytes(text: str) -> int:
-    nbytes = parse_size(text, "--pages")
+    try:
+        nbytes = parse_size(text, "--pages")
+    except ConfigError:
+        raise ConfigError(
+            f"--pages {text}: write the size of a page, more than 0, like 368640 or 5MiB"
+        ) from None
     if nbytes % WORD_NBYTES or nbytes > CASE_NBYTES_MAX:
         raise ConfigError(
             f"--pages {text}: a page is a multiple of {WORD_NBYTES} bytes, at most "

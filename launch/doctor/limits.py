@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from launch.doctor.grid import Case
+from launch.doctor.grid import Case, step_timeout_s
 from launch.doctor.perftest import (
     LATENCY_MESSAGES,
     PerftestFailed,
@@ -23,8 +23,6 @@ from launch.doctor.perftest import (
 )
 from launch.doctor.plain_socket import PlainSocket
 from launch.doctor.rows import Op
-
-SOCKET_TIMEOUT_S = 60.0  # of one sample
 
 T = TypeVar("T")
 
@@ -128,7 +126,7 @@ class Socket:
 
         thread = asyncio.ensure_future(asyncio.to_thread(timed, exchange, count))
         try:
-            await asyncio.wait({thread}, timeout=SOCKET_TIMEOUT_S)
+            await asyncio.wait({thread}, timeout=step_timeout_s(count * case.nbytes))
         finally:
             if not thread.done():
                 self._connection.interrupt()

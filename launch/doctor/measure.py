@@ -14,12 +14,14 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from kvstore.checksum import checksums
 from launch.doctor.grid import LATENCY, Case
 from launch.doctor.limits import Limit, Memcpy, NoLimit, Perftest, Socket
-from launch.doctor.memory import REMEDIES, TransportUnavailable
+from launch.doctor.memory import GONE, TransportUnavailable, remedy_of
 from launch.doctor.options import DoctorOptions
-from launch.doctor.peer import Link
+from launch.doctor.peer import Link, answers
 from launch.doctor.perftest import find_program
 from launch.doctor.rows import (
     Bound,
@@ -49,7 +51,7 @@ async def measure(
 ) -> AsyncGenerator[Finding, None]:
     """Measure one transport; one finding as soon as it is known.
 
-    What breaks on the way is a finding too: the transport is unavailable from there on.
+    What breaks on the way is a finding too (``failed``): nothing more is known from there on.
     """
     nbytes = max(case.nbytes for case in (*cases, LATENCY))
     try:
@@ -64,14 +66,20 @@ async def measure(
     except TransportUnavailable as error:
         yield unavailable(transport, str(error))
     except (TransferError, OSError) as error:
-        yield unavailable(transport, f"{type(error).__name__}: {error}")
+        yield broken(transport, error, gone=not await answers(link))
 
 
 def unavailable(transport: str, reason: str) -> Unavailable:
     """Return the finding with its remedy."""
     return Unavailable(
-        transport=transport, reason=" ".join(reason.split()), remedy=REMEDIES[transport]
+        transport=transport, reason=" ".join(reason.split()), remedy=remedy_of(transport, reason)
     )
+
+
+def broken(transport: str, error: Exception, *, gone: bool) -> Unavailable:
+    """Return the finding of what failed while it was measured; ``gone``: so is the other side."""
+    found = unavailable(transport, f"{type(error).__name__}: {error}")
+    return msgspec.structs.replace(found, failed=True, remedy=GONE if gone else found.remedy)
 
 
 @asynccontextmanager

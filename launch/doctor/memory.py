@@ -18,8 +18,20 @@ REMEDIES = {
     "--stalled-peer",
     "shm": "run both sides on one Linux host, in one network namespace, or use tcp",
     "tcp": "check the address and the firewall between the two sides",
-    "ucx": "pip install 'kvferry[ucx]' on both sides; UCX_TLS and UCX_NET_DEVICES choose its paths",
+    "ucx": "UCX_TLS and UCX_NET_DEVICES choose its paths: leave them out, or name what both sides "
+    "have (`ucx_info -d` lists it)",
 }
+INSTALL_UCX = "pip install 'kvferry[ucx]' on both sides"
+GONE = (
+    "the other side went away or stopped answering while it was measured: see how it ended, start "
+    "it again and measure anew"
+)
+
+
+def remedy_of(transport: str, reason: str) -> str:
+    """Return what to do about a transport that is not available; ``reason`` is the engine's."""
+    missing = "pip install" in reason or "does not load" in reason
+    return INSTALL_UCX if transport == "ucx" and missing else REMEDIES[transport]
 
 
 class TransportUnavailable(Exception):

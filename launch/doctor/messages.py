@@ -63,5 +63,9 @@ class SocketOpened(msgspec.Struct, frozen=True, tag="doctor_socket_opened"):
     key: bytes
 
 
+class AreYouThere(msgspec.Struct, frozen=True, tag="doctor_are_you_there"):
+    """Answer ``Done``, whether or not you hold memory for me."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="doctor_done"):
     """It was done."""

@@ -6,6 +6,7 @@ neither numpy nor sockets: ``kvferry --help`` loads it.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, get_args
 
@@ -22,8 +23,9 @@ NAMES = ", ".join(TRANSPORTS)
 
 HELP = """Verify and time every transfer path beside its physical limit.
 
-Exit codes: 0 measured; 1 it could not run; 2 a wrong option; 3 bytes arrived wrong, or a transport
-of --require is missing or below --min-ratio; 130 interrupted.
+Exit codes: 0 measured; 1 it could not run, or a transport broke while it was measured; 2 a wrong
+option; 3 bytes arrived wrong, or a transport of --require is missing or broke, or --min-ratio is
+not reached; 130 interrupted.
 """
 
 UNUSED = ("node_id", "drain_timeout")  # of ``Options``: the doctor joins nothing and owes nothing
@@ -43,9 +45,9 @@ class DoctorOptions(Options):
     )
     min_ratio: float | None = Field(
         None,
-        gt=0,
-        description="Exit 3 if a required transport is below this share of its limit in a row of "
-        "at least 1 MiB a batch (in any row, where none is that large).",
+        description="Exit 3 if a required transport (without --require: any that was measured) is "
+        "below this share of its limit in a row of at least 8 MiB a batch (in any row, where none "
+        "is that large).",
     )
     as_json: bool = Field(False, description="Print one JSON object a row.")
     full: bool = Field(False, description="The whole grid: many minutes.")
@@ -69,6 +71,13 @@ class DoctorOptions(Options):
     @classmethod
     def _all_is_every_transport(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return TRANSPORTS if "all" in value or not value else tuple(dict.fromkeys(value))
+
+    @field_validator("min_ratio")
+    @classmethod
+    def _ratio_is_positive(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError("use a share of the limit of more than 0, such as 0.5")
+        return value
 
     @field_validator("peer")
     @classmethod

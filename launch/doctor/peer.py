@@ -14,16 +14,18 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from launch.cluster import python_path
+from launch.doctor.messages import AreYouThere, Done
 from launch.doctor.options import DoctorOptions
 from launch.doctor.server import DoctorService, hello
 from launch.errors import StartError
 from launch.process_env import child_environment
 from transfer.channel import Channel, Network
-from transfer.errors import HelloRefused, TransferError
+from transfer.errors import HelloRefused, RemoteFailed, TransferError
 from transfer.interface import deadline_after
 
 START_TIMEOUT_S = 60.0  # of a child: a Python interpreter and its imports, on a busy machine
 CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0  # of the question whether the other side is there at all
 
 _SERVING = re.compile(r"--peer (\S+:\d+)`")
 
@@ -34,6 +36,17 @@ class Link(NamedTuple):
     channel: Channel
     is_remote: bool  # on another machine, as far as is known
     pid: int | None = None  # of the child, where the other side is one
+
+
+async def answers(link: Link) -> bool:
+    """Return whether the other side still answers, whatever became of a transport to it."""
+    try:
+        await link.channel.request(AreYouThere(), Done, deadline_s=deadline_after(ANSWER_TIMEOUT_S))
+    except RemoteFailed:
+        return True
+    except TransferError:
+        return False
+    return True
 
 
 async def _connect(network: Network, address: str) -> Channel:

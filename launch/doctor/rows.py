@@ -67,12 +67,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unavailable(msgspec.Struct, frozen=True, kw_only=True):
-    """A transport that could not be measured, and what to do about it."""
+    """A transport that could not be measured (to the end), and what to do about it.
+
+    Attributes:
+        failed: it is there, but broke while it was measured. Rows of it may have come before.
+    """
 
     transport: str
     reason: str
     remedy: str
     available: Literal[False] = False
+    failed: bool = False
 
 
 Finding = Row | Unavailable

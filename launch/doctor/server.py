@@ -16,6 +16,7 @@ from launch.doctor.grid import BATCH_MAX, CASE_NBYTES_MAX, WORD_NBYTES, Case
 from launch.doctor.memory import Memory, TransportUnavailable
 from launch.doctor.messages import (
     CONTRACT,
+    AreYouThere,
     CheckMemory,
     Done,
     FillMemory,
@@ -74,6 +75,7 @@ class DoctorService:
         service.on(FillMemory, self._fill)
         service.on(CheckMemory, self._check)
         service.on(OpenSocket, self._open_socket)
+        service.on(AreYouThere, self._here)
         return await network.listen(
             service, hello(), f"tcp://{url_host(self._options.host)}:{port}"
         )
@@ -142,6 +144,9 @@ class DoctorService:
         session.sockets.append(server)
         host = self._options.advertise_host or self._options.host
         return SocketOpened(host, server.port, server.key)
+
+    async def _here(self, message: AreYouThere, caller: Caller) -> Done:
+        return Done()
 
 
 class DoctorRole:

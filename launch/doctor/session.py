@@ -21,7 +21,7 @@ import msgspec
 
 from kvstore.checksum import PageBytes, checksums, checksums_now
 from kvstore.page import PageSpec
-from launch.doctor.grid import Case
+from launch.doctor.grid import Case, step_timeout_s
 from launch.doctor.memory import Memory, TransportUnavailable
 from launch.doctor.messages import (
     CheckMemory,
@@ -37,12 +37,11 @@ from launch.doctor.options import DoctorOptions
 from launch.doctor.pattern import arrived_here, fill, untouched, wrong_byte
 from launch.doctor.peer import Link
 from launch.doctor.plain_socket import PlainSocket
-from transfer.errors import RemoteFailed
+from transfer.errors import DeadlineExceeded, PeerLost, RemoteFailed
 from transfer.interface import Range, deadline_after
+from transfer.ranges import total_nbytes
 
-OPEN_TIMEOUT_S = 60.0
-CONTROL_TIMEOUT_S = 120.0  # of one fill or check: up to 512 MiB on a slow machine
-OPERATION_TIMEOUT_S = 120.0
+OPEN_TIMEOUT_S = 15.0  # of the other side's engine: ucx is loaded for it
 SESSION_TIMEOUT_S = 24 * 3600.0  # a session that nobody ends
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -99,7 +98,7 @@ class Session:
             self._token,
             ranges,
             into=self.memory.region,
-            deadline_s=deadline_after(OPERATION_TIMEOUT_S),
+            deadline_s=deadline_after(step_timeout_s(total_nbytes(ranges))),
         )
 
     async def write(self, ranges: Sequence[Range]) -> None:
@@ -107,7 +106,7 @@ class Session:
             self._token,
             ranges,
             source=self.memory.region,
-            deadline_s=deadline_after(OPERATION_TIMEOUT_S),
+            deadline_s=deadline_after(step_timeout_s(total_nbytes(ranges))),
         )
 
     async def timed(self, op: str, case: Case) -> float:
@@ -194,7 +193,7 @@ class Session:
         return f"on the other side {wrong}" if wrong else ""
 
     async def _ask(self, message: msgspec.Struct, reply: type[R]) -> R:
-        deadline_s = deadline_after(CONTROL_TIMEOUT_S)
+        deadline_s = deadline_after(step_timeout_s(len(self.memory.view)))
         return await self._link.channel.request(message, reply, deadline_s=deadline_s)
 
 
@@ -206,7 +205,7 @@ async def open_session(
 
     Raises:
         TransportUnavailable: one of the sides does not have it.
-        TransferError: the other side broke.
+        TransferError: the other side broke, or did not answer in time.
     """
     memory = await Memory.open(transport, nbytes, options, secret)
     try:
@@ -228,7 +227,7 @@ async def _first(opened: AsyncIterator[MemoryOpened]) -> MemoryOpened:
     except RemoteFailed as error:
         raise TransportUnavailable(f"on the other side: {error.message}") from error
     except StopAsyncIteration:
-        raise TransportUnavailable("the other side ended before it opened it") from None
+        raise PeerLost("the other side ended before it opened it") from None
     except TimeoutError:
         reason = f"the other side did not open it within {OPEN_TIMEOUT_S:g} s"
-        raise TransportUnavailable(reason) from None
+        raise DeadlineExceeded(reason) from None

@@ -16,14 +16,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from launch.doctor.grid import MIB, Case
-from launch.doctor.measure import unavailable
+from launch.doctor.measure import broken, unavailable
 from launch.doctor.memory import TransportUnavailable
 from launch.doctor.options import DoctorOptions
 from launch.doctor.peer import in_a_child
 from launch.doctor.rows import Bound, Finding, Row, throughput_row
 from launch.doctor.session import Session, open_session
 from transfer.channel import Network
-from transfer.errors import TransferError
+from transfer.errors import DeadlineExceeded, PeerClosed, PeerLost, TransferError
 
 OTHERS = 3
 CASE = Case(MIB, 32)  # of each read, from each peer
@@ -43,7 +43,8 @@ async def measure_stalled(
     except TransportUnavailable as error:
         return unavailable(transport, str(error))
     except (TransferError, OSError) as error:  # a timeout is an OSError
-        return unavailable(transport, f"{type(error).__name__}: {error}")
+        gone = isinstance(error, PeerLost | PeerClosed | DeadlineExceeded | TimeoutError)
+        return broken(transport, error, gone=gone)
 
 
 async def _measure(
@@ -91,8 +92,11 @@ async def _seconds_of_all(sessions: Sequence[Session]) -> float:
             count += 1
         return count
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(keep_reading(session)) for session in sessions]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(keep_reading(session)) for session in sessions]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     taken = time.perf_counter() - start
     return taken * len(sessions) / sum(task.result() for task in tasks)
 

@@ -61,7 +61,8 @@ def notes(findings: Sequence[Finding]) -> list[str]:
     lines: dict[str, None] = {}  # in order, each once
     for finding in findings:
         if isinstance(finding, Unavailable):
-            lines[f"{finding.transport}: not available: {finding.reason}"] = None
+            state = "failed" if finding.failed else "not available"
+            lines[f"{finding.transport}: {state}: {finding.reason}"] = None
             lines[f"{finding.transport}: to do: {finding.remedy}"] = None
             continue
         if finding.via:
@@ -73,9 +74,23 @@ def notes(findings: Sequence[Finding]) -> list[str]:
     return list(lines)
 
 
+def shown_rows(findings: Sequence[Finding]) -> list[Row]:
+    """Return the rows for people: a read that has its own row of percentiles is shown by that."""
+    rows = [finding for finding in findings if isinstance(finding, Row)]
+    timed = {(row.transport, row.page_nbytes, row.batch) for row in rows if row.is_latency}
+    return [
+        row
+        for row in rows
+        if row.is_latency
+        or row.op != "read"
+        or row.checksum
+        or (row.transport, row.page_nbytes, row.batch) not in timed
+    ]
+
+
 def plain(findings: Sequence[Finding]) -> str:
     """Return aligned columns of whatever width they need, and the notes below them."""
-    rows = [cells(finding) for finding in findings if isinstance(finding, Row)]
+    rows = [cells(row) for row in shown_rows(findings)]
     lines = notes(findings)
     if rows:
         lines = [*_aligned([HEADINGS, *rows]), *lines]
@@ -100,7 +115,7 @@ def table(findings: Sequence[Finding], width: int) -> Table | None:
     """
     from rich.console import Console
 
-    rows = [finding for finding in findings if isinstance(finding, Row)]
+    rows = shown_rows(findings)
     for headings in (HEADINGS, NARROW):
         needed = Console(width=WIDTH_MAX).measure(_table(rows, headings, BAR_WIDTH_MIN)).maximum
         if needed <= width:
@@ -135,7 +150,10 @@ def _bar(row: Row, width: int) -> ProgressBar | str:
     if row.ratio is None:
         return ""
     done = min(1.0, row.ratio)
-    return ProgressBar(total=1.0, completed=done, width=width, complete_style="green")
+    style = "green"  # also of a full bar, which rich would draw in a style of its own
+    return ProgressBar(
+        total=1.0, completed=done, width=width, complete_style=style, finished_style=style
+    )
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -114,8 +115,8 @@ def test_a_ratio_that_is_not_reached_ends_with_3_and_both_numbers() -> None:
     done = doctor(*arguments)
     assert done.returncode == 3
     assert re.fullmatch(
-        r"kvferry: error: --require loopback: loopback \w+.*, 3 x 4096 bytes: ratio [\d.]+ .*"
-        r"--min-ratio is 1e\+06\n",
+        r"kvferry: error: --require loopback: 3 of 3 rows fall short of --min-ratio 1e\+06, the "
+        r"worst is loopback \w+.*, 3 x 4096 bytes: ratio [\d.]+ \([\d.]+ of [\d.]+ GB/s of .*\)\n",
         done.stderr,
     )
     assert "loopback" in done.stdout  # the table is shown all the same
@@ -137,6 +138,47 @@ def test_two_processes_with_the_same_secret_measure_tcp_and_refuse_loopback() ->
     assert found[-1]["transport"] == "loopback"
     assert found[-1]["available"] is False
     assert "--peer" in found[-1]["remedy"]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("required", "code"), [([], 1), (["--require", "tcp"], 3)])
+def test_a_peer_that_dies_or_freezes_while_it_is_measured_is_a_failure(
+    number: signal.Signals, required: list[str], code: int
+) -> None:
+    with running("--serve", "--port", "0") as (peer, line):
+        arguments = ["--peer", served_at(line), *LONG, "--transfer", "shm", *required]
+        with running(*arguments) as (process, row):
+            assert json.loads(row)["verified"]
+            peer.send_signal(number)
+            out, error = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code
+    assert "the other side went away" in error
+    tcp, shm = map(json.loads, out.splitlines()[-2:])  # readline took some of those before
+    assert (tcp["transport"], tcp["available"], tcp["failed"]) == ("tcp", False, True)
+    assert (shm["transport"], shm["failed"], shm["reason"]) == ("shm", True, "not tried any more")
+    assert "the other side went away" in tcp["remedy"]
+
+
+@pytest.mark.net
+def test_a_child_that_dies_while_it_is_measured_is_a_failure() -> None:
+    with running(*LONG) as (process, _):
+        (peer,) = psutil.Process(process.pid).children()
+        peer.kill()
+        error = process.communicate(timeout=TIMEOUT_S)[1]
+    assert process.returncode == 1
+    assert error.startswith("kvferry: error: tcp: failed: ")
+    assert "the other side went away" in error
+
+
+@pytest.mark.net
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="needs ucxx")
+def test_stdout_is_json_only_whatever_ucx_logs_and_the_remedy_names_the_variable() -> None:
+    more = {"UCX_TLS": "nonsense", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stdout"}
+    (found,) = rows(doctor("--json", "--transfer", "ucx", *TINY, **more))
+    assert (found["available"], found["failed"]) == (False, False)
+    assert "UCX_TLS" in found["remedy"]
+    assert "pip install" not in found["remedy"]
 
 
 @pytest.mark.net
@@ -195,12 +237,15 @@ async def test_three_peers_are_timed_alone_and_beside_one_that_is_stopped(
         (["--transfer", "pigeon"], ["--transfer pigeon", "loopback"]),
         (["--require", "sim"], ["--require sim", "tcp"]),
         (["--rounds", "0"], ["--rounds 0", "1"]),
-        (["--min-ratio", "-1"], ["--min-ratio -1", "0"]),
+        (["--min-ratio", "-1"], ["--min-ratio -1", "more than 0, such as 0.5"]),
+        (["--min-ratio", "nan"], ["--min-ratio nan", "more than 0, such as 0.5"]),
+        (["--pages", "0"], ["--pages 0", "more than 0, like 368640"]),
         (["--pages", "5MiB", "--batch", "256"], ["--batch 256", "512"]),
         (["--pages", "12"], ["--pages 12", "multiple of 8"]),
         (["--peer", "nowhere"], ["--peer nowhere", "kvferry doctor --serve"]),
         (["--peer", "192.0.2.1:8200"], ["--peer 192.0.2.1:8200", "secret"]),
         (["--peer", "127.0.0.1:1", "--stalled-peer"], ["--stalled-peer", "--peer"]),
+        (["--serve", "--peer", "127.0.0.1:1"], ["--serve", "--peer 127.0.0.1:1", "leave one out"]),
         (["--serve", "--host", "0.0.0.0"], ["--host 0.0.0.0", "--secret-file"]),
         (["--serve", "--port", "70000"], ["--port 70000", "65535"]),
     ],

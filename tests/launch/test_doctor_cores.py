@@ -20,7 +20,9 @@ from launch.doctor.grid import (
     Case,
     choose_cases,
     scattered,
+    step_timeout_s,
 )
+from launch.doctor.memory import remedy_of
 from launch.doctor.pattern import arrived_here, fill, pattern, untouched, wrong_byte
 from launch.doctor.rows import (
     NO_BOUND,
@@ -35,7 +37,7 @@ from launch.doctor.rows import (
     throughput_row,
 )
 from launch.doctor.verdict import JUDGED_NBYTES_MIN, RequirementUnmet, check, judged_rows
-from launch.errors import ConfigError
+from launch.errors import ConfigError, StartError
 from transfer.ranges import plan
 
 KEYS = {
@@ -172,13 +174,14 @@ def test_findings_survive_json_and_rows_have_the_promised_keys() -> None:
         "reason": "not here",
         "remedy": "install it",
         "available": False,
+        "failed": False,
     }
 
 
 def test_a_required_transport_that_is_there_and_fast_enough_passes() -> None:
     check([row(0.9), row(0.8, op="write")], ["tcp"], 0.8)
     check([row(0.1)], ["tcp"], None)
-    check([row(0.1), Unavailable(transport="ucx", reason="r", remedy="r")], [], 0.9)
+    check([row(0.9), Unavailable(transport="ucx", reason="r", remedy="r")], [], 0.9)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_a_required_transport_that_is_there_and_fast_enough_passes() -> None:
         (
             [row(0.9), row(0.7, op="write")],
             0.8,
-            ["tcp write", "0.700", "--min-ratio is 0.8", "plain socket"],
+            ["tcp write", "0.700", "1 of 2 rows", "--min-ratio 0.8", "plain socket"],
         ),
         ([row(verified=False)], None, ["tcp read", "wrong bytes", "byte 7"]),
     ],
@@ -206,6 +209,39 @@ def test_what_is_not_as_required_is_named_with_both_numbers(
     assert caught.value.exit_code == 3
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_transport_that_broke_after_some_rows_fails_with_3_if_required_else_1() -> None:
+    broke = Unavailable(transport="tcp", reason="lost", remedy="start it again", failed=True)
+    with pytest.raises(RequirementUnmet, match="--require tcp: failed: lost: start it again"):
+        check([row(), broke], ["tcp"], None)
+    with pytest.raises(StartError, match="tcp: failed: lost: start it again") as caught:
+        check([row(), broke], [], None)
+    assert caught.value.exit_code == 1
+
+
+def test_without_a_requirement_every_measured_transport_is_held_against_the_ratio() -> None:
+    slow, slower = row(0.4, transport="shm"), row(0.2, transport="shm", op="write")
+    found = [slow, slower, row(0.9), row(0.1, transport="ucx")]
+    with pytest.raises(RequirementUnmet) as caught:
+        check(found, [], 0.5)
+    for word in ("2 of 2 rows", "shm write", "0.200", "1 of 1 rows", "ucx read"):
+        assert word in str(caught.value)
+    assert "tcp" not in str(caught.value)
+    check(found, ["tcp"], 0.5)
+    with pytest.raises(RequirementUnmet, match="nothing was measured"):
+        check([], [], 0.5)
+
+
+def test_a_remedy_for_ucx_fits_its_reason() -> None:
+    assert "pip install" in remedy_of("ucx", "not installed: pip install 'kvferry[ucx]'")
+    assert "UCX_TLS" in remedy_of("ucx", "ucx does not open: No such device")
+    assert "firewall" in remedy_of("tcp", "unreachable")
+
+
+def test_a_step_that_moves_nothing_may_take_10_s_and_no_case_takes_half_a_minute() -> None:
+    assert step_timeout_s(0) == 10.0
+    assert step_timeout_s(CASE_NBYTES_MAX) < 30.0
 
 
 def test_wrong_bytes_fail_even_when_nothing_is_required() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
+from launch.doctor import grid
 from launch.doctor.grid import BATCH_MAX, CASE_NBYTES_MAX, LATENCY, Case
 from launch.doctor.measure import CHECKSUM, measure
-from launch.doctor.memory import TransportUnavailable
-from launch.doctor.messages import CheckMemory, FillMemory, MemoryChecked, OpenMemory
+from launch.doctor.memory import GONE, TransportUnavailable
+from launch.doctor.messages import CheckMemory, Done, FillMemory, MemoryChecked, OpenMemory
 from launch.doctor.options import DoctorOptions
 from launch.doctor.pattern import SEED_MAX
 from launch.doctor.peer import Link, in_this_process
 from launch.doctor.rows import Row, Unavailable
-from launch.doctor.server import hello
+from launch.doctor.server import DoctorService, hello
 from launch.doctor.session import Session, open_session
+from transfer.channel import Caller
 from transfer.counters import TransferCounters
 from transfer.errors import RemoteFailed
 from transfer.interface import Range, deadline_after
@@ -133,6 +136,23 @@ async def test_a_transport_that_does_not_start_is_a_finding_with_reason_and_reme
     assert isinstance(found[0], Unavailable)
     assert "192.0.2.1" in found[0].reason
     assert found[0].remedy
+
+
+async def test_another_side_that_does_not_do_what_it_was_asked_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(service: DoctorService, message: FillMemory, caller: Caller) -> Done:
+        await asyncio.Event().wait()
+        return Done()
+
+    monkeypatch.setattr(DoctorService, "_fill", never)
+    monkeypatch.setattr(grid, "STEP_TIMEOUT_S", 0.05)
+    async with link() as to:
+        (found,) = [one async for one in measure("loopback", to, [CASE], OPTIONS, None)]
+    assert isinstance(found, Unavailable)
+    assert found.failed
+    assert "DeadlineExceeded" in found.reason
+    assert found.remedy != GONE  # it still answers other questions
 
 
 async def test_one_doctor_at_a_time_and_the_next_when_it_has_left() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -19,7 +20,7 @@ from launch.doctor.rows import (
     latency_row,
     throughput_row,
 )
-from launch.doctor.table import plain, progress, table
+from launch.doctor.table import plain, progress, shown_rows, table
 
 MISSING = Unavailable(transport="ucx", reason="no module named ucxx", remedy="pip install it")
 
@@ -58,6 +59,36 @@ def test_plain_text_has_every_figure_once_and_says_what_is_missing() -> None:
     assert "ucx: not available: no module named ucxx" in lines
     assert "ucx: to do: pip install it" in lines
     assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_bar_is_full_and_green_at_the_limit_and_beyond() -> None:
+    for rate in (10.0, 12.0):
+        shown = table([throughput("tcp", "read", Case(MIB, 64), rate, 10.0)], 140)
+        out = io.StringIO()
+        Console(file=out, width=140, force_terminal=True, color_system="standard").print(shown)
+        bars = re.findall(r"\x1b\[(\d+)m(━+)", out.getvalue())
+        assert [(style, len(bar) >= 8) for style, bar in bars] == [("32", True)]
+        assert f"{rate / 10:.2f}" in out.getvalue()
+
+
+def test_a_read_with_its_own_row_of_percentiles_is_shown_once() -> None:
+    small, read = throughput("tcp", "read", LATENCY, 1.0, 2.0), small_read("tcp", 120, 800)
+    write, other = (
+        throughput("tcp", "write", LATENCY, 1.0, 2.0),
+        throughput("shm", "read", LATENCY, 1.0, 2.0),
+    )
+    assert shown_rows([small, write, other, read]) == [write, other, read]
+
+
+def test_benchmark_runs_can_be_chosen_by_every_name_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {run.transport for run in benchmark.plan(1, [])} == set(benchmark.NAMES)
+    monkeypatch.setattr("sys.argv", ["transfer", "--only", "pigeon"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    assert "stalled" in capsys.readouterr().err
 
 
 def test_wrong_bytes_stand_out() -> None:
@@ -145,7 +176,7 @@ def test_benchmark_passes_each_target_that_is_reached_and_no_other(
 
 def test_benchmark_counts_a_missing_transport_and_wrong_bytes_as_short() -> None:
     ucx = benchmark.plan(1, ["ucx"])
-    assert [run.environment for run in ucx] == [{"UCX_TLS": "tcp"}, {"UCX_TLS": "posix,cma"}]
+    assert [run.environment for run in ucx] == [{"UCX_TLS": "tcp"}, {"UCX_TLS": "posix"}]
     assert not any(figure.passed for figure in benchmark.measure(ucx, lambda run: [MISSING]))
     bound = Bound("memcpy", [9.0])
     wrong = throughput_row("shm", "read", benchmark.SMOL, [1.0], bound, wrong="byte 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from launch import store_role
 from launch.cluster import plan
 from launch.config import NodeOptions, StoreOptions, UpOptions
 from launch.errors import ConfigError
@@ -77,6 +78,32 @@ def test_up_says_loudly_that_faults_are_injected_and_passes_them_on(
     for child in plan(options):
         passed_on = "--inject" in child.argv and RULES in child.argv
         assert passed_on is (child.name != "gateway"), child.name
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(("rule", "warned"), [("read@ucx drop", True), ("read@tcp drop", False)])
+async def test_a_rule_about_a_transport_that_is_not_there_is_warned_of_at_the_start(
+    rule: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_transfer(StoreOptions.of(inject=rule, transfer="tcp"), None)
+    try:
+        await engine.start()
+    finally:
+        await engine.close()
+    found = [r.getMessage() for r in caplog.records if "NEVER APPLIES" in r.getMessage()]
+    assert bool(found) is warned
+    assert all(rule in line and "tcp" in line and "--transfer" in line for line in found)
+
+
+def test_an_empty_variable_means_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[StoreOptions] = []
+    monkeypatch.setattr(store_role, "run", given.append)
+    for text in ("", "any drop"):
+        monkeypatch.setenv("KVFERRY_INJECT", text)
+        assert main(["store"]) == 0
+    assert transfer_config(given[0], None).inject == ""
+    assert given[1].inject == "any drop"
 
 
 def test_without_permission_nothing_else_changes() -> None:

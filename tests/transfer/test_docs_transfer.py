@@ -1,7 +1,8 @@
-"""``docs/transfer.md`` says what the code says: limits, layouts, messages, codes, and its example.
+"""``docs/transfer.md`` and ``docs/transfer-wire.md`` say what the code says.
 
-The tables of the page are parsed by their headings, and each value is compared with the constant,
-codec or struct that it documents. A limit that the page does not name is an error as well.
+The tables of the guide and of the wire page (limits, layouts, messages, codes) are parsed by their
+headings, and each value is compared with the constant, codec or struct that it documents. A limit
+that neither page names is an error as well. The guide's example is run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from enum import EnumMeta
 from fnmatch import fnmatchcase
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,7 +27,9 @@ import pytest
 import xxhash
 from msgspec import inspect as shapes
 
+from launch.config import NodeOptions, UpOptions
 from launch.doctor.rows import Row, Unavailable
+from launch.doctor.table import HEADINGS
 from launch.parts import MIN_SECRET_NCHARS
 from transfer import (
     registry,
@@ -44,21 +48,28 @@ from transfer.error_codes import STATUS_ERRORS
 from transfer.interface import Priority
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "transfer.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "transfer.md").read_text(encoding="utf-8")
+WIRE = (ROOT / "docs" / "transfer-wire.md").read_text(encoding="utf-8")
+PAGES = {"transfer.md": GUIDE, "transfer-wire.md": WIRE}
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "s": 1, "ms": 1}
 CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
-# Which file the import system must not load without a library: its constants are not the page's.
+# Files that do not load without their library: their constants are not the pages'.
 BINDINGS = {name.rpartition(".")[2] for name in ucx_binding.BINDINGS.values()}
 ADDRESSES = ("port", "ucx_port")  # fields of TransferConfig that are numbers, but no limits
 
 
 def table(heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading, without the head of the table."""
-    _, found, below = PAGE.partition(f"\n#### {heading}\n")
-    assert found, f"docs/transfer.md has no table {heading!r}"
-    lines = below.partition("\n#")[0].splitlines()
+    """Return the cells of the first table below a heading, without the head of the table.
+
+    Each heading is on one of the two pages, once.
+    """
+    parts = "\n".join(PAGES.values()).split(f"\n#### {heading}\n")
+    assert len(parts) == 2, f"{heading!r} heads {len(parts) - 1} tables of {', '.join(PAGES)}"
+    lines = parts[1].partition("\n#")[0].splitlines()
+    below = dropwhile(lambda line: line[:1] != "|", lines)
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in takewhile(lambda line: line[:1] == "|", below)
     ]
     assert len(rows) > 2, f"the table {heading!r} is empty"
     return rows[2:]
@@ -94,7 +105,8 @@ class Limit(NamedTuple):
 
 
 def limits() -> list[Limit]:
-    headings: list[str] = re.findall(r"^#### (Limits .*|Versions)$", PAGE, re.MULTILINE)
+    pages = "\n".join(PAGES.values())
+    headings: list[str] = re.findall(r"^#### (Limits .*|Versions)$", pages, re.MULTILINE)
     return [
         Limit(plain(where), plain(name), number(stated))
         for heading in headings
@@ -115,13 +127,13 @@ def named_maxima() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("limit", limits(), ids=lambda limit: f"{limit.module}.{limit.name}")
-def test_every_limit_of_the_page_is_that_of_the_code(limit: Limit) -> None:
+def test_every_limit_of_the_pages_is_that_of_the_code(limit: Limit) -> None:
     assert limit.value == limit.stated
 
 
-def test_every_maximum_of_the_code_is_on_the_page() -> None:
+def test_every_maximum_of_the_code_is_on_a_page() -> None:
     stated = {(limit.module, limit.name) for limit in limits()}
-    assert set(named_maxima()) - stated == set(), "add a row to a table of docs/transfer.md"
+    assert set(named_maxima()) - stated == set(), "add a row to a table of docs/transfer-wire.md"
 
 
 def test_the_page_of_device_memory_states_the_same_limits() -> None:
@@ -133,17 +145,29 @@ def test_the_page_of_device_memory_states_the_same_limits() -> None:
 
 
 def test_the_least_secret_is_what_the_command_line_asks_for() -> None:
-    assert f"{MIN_SECRET_NCHARS} characters" in PAGE
+    assert f"{MIN_SECRET_NCHARS} characters" in GUIDE
 
 
-def test_every_limit_that_can_be_set_is_on_the_page() -> None:
-    stated = {limit.name for limit in limits() if limit.module == TransferConfig.__name__}
+def test_every_limit_that_can_be_set_is_in_the_guide() -> None:
+    stated = {plain(name) for name, *_ in table("Limits that can be set")}
     numeric = {
         name
         for name, field in TransferConfig.model_fields.items()
         if isinstance(field.default, int | float) and name not in ADDRESSES
     }
     assert numeric == stated
+
+
+def test_a_knob_that_the_command_line_lacks_is_marked_so() -> None:
+    knobs = {plain(name) for name, *_ in table("Limits that can be set")} | {"copy_threads"}
+    assert not knobs & {*UpOptions.model_fields, *NodeOptions.model_fields}
+    _, found, below = GUIDE.partition("\n| situation |")
+    assert found
+    rows = below.partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`( \*\(Python\)\*)?", rows)
+    marks = {name: mark for name, mark in named if name in knobs}
+    assert marks
+    assert [name for name, mark in marks.items() if not mark] == []
 
 
 # Fixed layouts.
@@ -213,7 +237,7 @@ def test_the_control_page_is_laid_out_as_the_page_says() -> None:
     assert int(words_at) + int(words_nbytes) == shm_control.CONTROL_NBYTES
     assert f"... {shm_control.MAX_REGIONS - 1}:" in words
     for state in shm_control.EngineState:
-        assert f"{state.value} {state.name}" in PAGE
+        assert f"{state.value} {state.name}" in WIRE
     slot, region_id = 5, 9 << 16 | 5
     page = shm_control.ControlPage()
     try:
@@ -246,7 +270,7 @@ def test_the_bits_of_a_ucx_tag_are_what_the_page_says() -> None:
 
 def test_the_signals_of_the_lifeline_are_what_the_page_says() -> None:
     signals = {name: getattr(ucx_lifeline, name)[0] for name in ("PING", "PONG", "GOODBYE")}
-    assert ", ".join(f"{value} {name}" for name, value in signals.items()) in PAGE
+    assert ", ".join(f"{value} {name}" for name, value in signals.items()) in WIRE
 
 
 # Codes.
@@ -368,38 +392,56 @@ def quoted(names: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("shape", [Row, Unavailable], ids=lambda shape: shape.__name__)
 def test_the_keys_of_the_doctor_are_those_that_it_prints(shape: type[msgspec.Struct]) -> None:
-    assert re.search(quoted(shape.__struct_fields__), PAGE)
+    assert re.search(quoted(shape.__struct_fields__), GUIDE)
+
+
+def test_every_column_of_the_doctor_is_mapped_to_its_key() -> None:
+    rows = table("doctor columns")
+    assert tuple(plain(column) for column, *_ in rows) == HEADINGS
+    keys = [key for _, cell, _ in rows for key in re.findall(r"`(\w+)`", cell)]
+    assert set(keys) <= set(Row.__struct_fields__)
+    assert len(keys) == len(set(keys))
 
 
 def test_every_counter_is_named() -> None:
-    assert {f for f in TransferCounters._fields if f"`{f}`" not in PAGE} == set()
+    assert {f for f in TransferCounters._fields if f"`{f}`" not in GUIDE} == set()
 
 
-def test_every_file_that_the_page_links_is_there() -> None:
-    linked = re.findall(r"\]\(([\w./-]+)\)", PAGE)
-    assert linked
-    assert [name for name in linked if not (ROOT / "docs" / name).exists()] == []
+def anchors(page: str) -> set[str]:
+    """Return what GitHub makes of the headings of a page."""
+    headings: list[str] = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_path_that_the_page_names_is_there() -> None:
-    named = re.findall(r"`((?:tests|transfer|launch)/[\w./-]+)`", PAGE)
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", PAGES[name])
+    assert links
+    assert [file for file, _ in links if not (ROOT / "docs" / file).exists()] == []
+    within = [(file or name, anchor) for file, anchor in links if anchor]
+    assert [each for each in within if each[1] not in anchors(PAGES[each[0]])] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_path_that_a_page_names_is_there(name: str) -> None:
+    named = re.findall(r"`((?:tests|transfer|launch|benchmarks)/[\w./-]+)`", PAGES[name])
     assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_module_has_one_place_on_the_map() -> None:
-    _, _, below = PAGE.partition("\n## Where it is\n")
+    _, _, below = WIRE.partition("\n## Where it is\n")
     patterns: list[str] = re.findall(
         r"`([\w*]+)`", "".join(re.findall(r"^\|([^|]*)\|", below, re.M))
     )
     for path in (ROOT / "transfer").glob("*.py"):
         places = [pattern for pattern in patterns if fnmatchcase(path.stem, pattern)]
-        assert len(places) == 1, f"{path.name} is at {places} on the map of docs/transfer.md"
+        assert len(places) == 1, f"{path.name} is at {places} on the map of docs/transfer-wire.md"
 
 
 @pytest.mark.net
 def test_the_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example],
         cwd=ROOT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,9 +76,9 @@ def test_overlapping_sources_are_allowed_and_overlapping_destinations_are_not() 
 
 
 @pytest.mark.parametrize("given", [(0.0, 0, 8), (0, "1", 8), (0, 0, None), (0, 8), 3, None])
-def test_what_is_no_range_is_refused_before_anything_moves(given: object) -> None:
+def test_what_is_no_range_is_refused_before_anything_moves(given: Any) -> None:
     with pytest.raises(FrameInvalid, match="three integers"):
-        plan([given], local_nbytes=SIZE, remote_nbytes=SIZE, destination="local")  # type: ignore[list-item]
+        plan([given], local_nbytes=SIZE, remote_nbytes=SIZE, destination="local")
 
 
 def test_integers_of_numpy_do_not_wrap() -> None:
