@@ -54,7 +54,7 @@ class Worker(Protocol):
 
     ``send`` and ``receive`` raise ``BlockingIOError`` when UCX is out of resources for the moment.
 
-    After ``break_off`` every flight has completed, and no memory is touched for this worker.
+    After ``break_off``, once it is ``quiet``, no memory is touched for this worker.
     """
 
     @property
@@ -89,11 +89,19 @@ class Worker(Protocol):
         ...
 
     def break_off(self) -> bool:
-        """Cut the connection at once; False if the library still holds on to a flight."""
+        """Cut the connection at once; return whether it is ``quiet`` by now."""
+        ...
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every flight has completed; after ``break_off``, ``progress`` brings it about."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent; ``break_off`` comes first."""
+        """Give everything back. Idempotent; ``break_off`` comes first.
+
+        A worker that is not ``quiet`` is kept for the life of the process, with its buffers.
+        """
         ...
 
 

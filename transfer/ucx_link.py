@@ -13,9 +13,10 @@ what is called off is quiet soon; control messages overtake pieces that wait to 
     open ──finish()──▶ saying goodbye ──▶ closed
       └── close(error), error of ucx, end of the lifeline, broken protocol, silence ──▶ closed
 
-Invariant: when ``on_lost`` is called, and when ``close`` returns, UCX touches no memory for this
-connection any more: cutting it off completes every flight. So a peer that is frozen with a piece
-under way cannot hold up a deadline, a cancel or a revocation: ``LinkWatch`` cuts the connection.
+Invariant: a piece stays aboard its freight until UCX touches its memory no more. Cutting the
+connection completes every flight, most of them at once; a rest is waited for by ``Farewells``. So a
+peer that is frozen with a piece under way cannot hold up a deadline, a cancel or a revocation:
+``LinkWatch`` cuts the connection.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from transfer.errors import FrameInvalid, PeerClosed, PeerLost, TransferError
@@ -352,17 +354,23 @@ class UcxLink:
             with suppress(TransferError):  # one that UCX has given up already
                 self._worker.drop(arrived.message)
         self._arrived.clear()
-        if not self._worker.break_off():
-            _LOG.error("ucx keeps a flight of %s; its memory is given up, not reused", self.name)
-        aboard, self._aboard = self._aboard, []
-        for each in aboard:
-            each.settle(error)
+        self._worker.break_off()
+        self._settle_cut(error)
         for freight in (*self._shipments, *self._deliveries.values()):
             freight.call_off()
         self._shipments.clear()
         self._deliveries.clear()
-        self._farewells.part(self._worker, sock)
+        self._farewells.part(self._worker, sock, partial(self._settle_cut, error, given_up=True))
         self._handler.on_lost(error)
+
+    def _settle_cut(self, error: TransferError, *, given_up: bool = False) -> None:
+        """Let go of what was cut off: of the flights that have completed, or of all."""
+        aboard, self._aboard = self._aboard, []
+        for each in aboard:
+            if given_up or each.flight.completed:
+                each.settle(error)
+            else:
+                self._aboard.append(each)
 
 
 def _nothing(_error: TransferError | None) -> None:

@@ -59,5 +59,9 @@ class Meeting:
                 sock.close()
             else:
                 self._worker.break_off()
-                self.farewells.part(self._worker, sock)
+                self.farewells.part(self._worker, sock, _nothing)
             raise
+
+
+def _nothing() -> None:
+    """A meeting has no piece under way."""

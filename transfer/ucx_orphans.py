@@ -8,6 +8,9 @@ of a read does that, and so may any connection that is cut. By then UCX itself i
 them, so they are destroyed here by their handles, and the Python objects are kept for good, which
 keeps ucxx's: nothing may destroy them again.
 
+A worker of which UCX holds a flight even when its engine ends is not destroyed: UCX would call back
+into freed memory. It stays in ``kept_for_good``, with its flights and their buffers.
+
 Knows no peers. Costs a few kilobytes for each connection that is cut that way.
 """
 
@@ -19,6 +22,7 @@ from typing import Protocol
 
 _LOG = logging.getLogger(__name__)
 LIBRARY = "libucp.so.0"  # loaded already, by ucxx
+kept_for_good: list[object] = []  # workers; there is no limit, as there is no other safe place
 
 
 class Handled(Protocol):
@@ -38,6 +42,23 @@ def destroy_context(context: Handled) -> None:
     _destroy("ucp_cleanup", context)
 
 
+def keep_for_good(worker: object) -> None:
+    """Keep a worker with incomplete flights until the process ends, also while that ends.
+
+    Idempotent. Its descriptors stay open. The reason is logged once for each process.
+    """
+    if any(each is worker for each in kept_for_good):
+        return
+    _never_free(worker)
+    kept_for_good.append(worker)
+    _LOG.log(
+        logging.WARNING if len(kept_for_good) == 1 else logging.INFO,
+        "a ucx worker and its buffers are kept until this process ends (%d so far): ucx has not "
+        "completed its requests, and would touch it after its end",
+        len(kept_for_good),
+    )
+
+
 def _destroy(function: str, owner: Handled) -> None:
     try:
         destroy = getattr(ctypes.CDLL(LIBRARY), function)
@@ -45,5 +66,9 @@ def _destroy(function: str, owner: Handled) -> None:
         _LOG.warning("descriptors of ucx stay open, as %s is not reached: %s", function, error)
         return
     destroy.argtypes, destroy.restype = [ctypes.c_void_p], None
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+    _never_free(owner)
     destroy(owner.handle)
+
+
+def _never_free(owner: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

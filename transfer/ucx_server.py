@@ -122,7 +122,7 @@ class UcxServed:
         return region, cargo
 
     def _on_end(self, request: int, region: RegisteredRegion, nbytes: int, complete: bool) -> None:
-        self._freights.pop(request)
+        self._freights.pop(request, None)  # lost meanwhile, and one piece was not quiet
         self.link.forget(request)
         error: TransferError | None = None
         if self.link.finishing:

@@ -23,6 +23,7 @@ from ucp._libs.arr import Array
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.ucx_binding import Context, Flight, Message, UcxUnavailable, Worker
+from transfer.ucx_orphans import keep_for_good
 
 DIALECT = "envelope"
 MAX_BREAK_ROUNDS = 1000  # of progress, until everything cut off has completed
@@ -165,10 +166,14 @@ class UcpWorker:
                 return True
         return False
 
+    @property
+    def quiet(self) -> bool:
+        return not self._under_way
+
     def close(self) -> None:
-        self._closing = True
-        if self._worker is not None and self._under_way:
-            self.break_off()
+        if self._worker is not None and not (self.quiet or self.break_off()):
+            keep_for_good(self)
+            return
         self._arrived.clear()
         self._worker = self._endpoint = None
 

@@ -16,7 +16,7 @@ import re
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.ucx_binding import Context, Flight, Message, UcxUnavailable, Worker
-from transfer.ucx_orphans import destroy_context, destroy_worker
+from transfer.ucx_orphans import destroy_context, destroy_worker, keep_for_good
 
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some
 os.environ.setdefault("UCX_LOG_LEVEL", "error")  # it warns of what a cut connection leaves unread
@@ -154,20 +154,23 @@ class UcxxWorker:
             return True
         while (message := self.probe()) is not None:
             self.drop(message)
-        self._orphaned = not self._all_completed
+        self._orphaned = not self.quiet
         self._endpoint.close_blocking()  # by force: the endpoint has error handling
         self._open.cancel_inflight_requests()
         for _ in range(MAX_BREAK_ROUNDS):
-            if self._all_completed:
+            if self.quiet:
                 return True
             self._open.progress()
         return False
 
     @property
-    def _all_completed(self) -> bool:
+    def quiet(self) -> bool:
         return all(flight.completed for flight in (*self._sends, *self._receives))
 
     def close(self) -> None:
+        if not self.quiet:
+            keep_for_good(self)
+            return
         if self._worker is not None:
             self._sends.clear()
             self._receives.clear()
