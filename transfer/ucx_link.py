@@ -51,6 +51,7 @@ MAX_SENDS = 8
 MAX_RECEIVES = 4
 MAX_WAITING = 1 << 15  # pieces that wait to be landed: a window of the smallest, and to spare
 RETRY_S = 0.001  # when UCX is out of resources
+SPIN_S = 0.0002  # awake after the last event while something is under way: waking up costs as much
 MAX_ROUNDS = 16  # of one turn, before other connections get theirs
 MAX_CONTROL_FLIGHTS = 4096  # control messages that wait for a peer to take them
 
@@ -110,6 +111,7 @@ class UcxLink:
         self._arrived: deque[_Arrived] = deque()
         self._num_sends = self._num_receives = self._num_controls = 0
         self._reads_control = False
+        self._awake_until_s = 0.0
         self._kicked = False
         self._watch = LinkWatch(lifeline, lambda: self._busy, lambda: self._unwanted, self.close)
         self.closed = False
@@ -178,9 +180,16 @@ class UcxLink:
                 return True
             self._worker.progress()
             busy = self._settle() | self._take() | self._land() | self._load()
-            if not busy and (self.closed or self._worker.arm()):
+            if busy:
+                self._awake_until_s = self._loop.time() + SPIN_S
+            elif self.closed or self._may_sleep():
                 return True
         return False
+
+    def _may_sleep(self) -> bool:
+        """Arm the worker's descriptor; not while more is about to come."""
+        awake = self._busy and self._loop.time() < self._awake_until_s
+        return not awake and self._worker.arm()
 
     def _fail(self, error: TransferError) -> None:
         """UCX or the peer broke the rules; if the peer has said goodbye, that is the reason."""
