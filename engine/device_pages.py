@@ -2,7 +2,7 @@
 
 Owns the staging memory and two CUDA streams, one per direction, so that copies run beside compute
 and beside one another. What a copy touches is whole pages; neighbours are copied in one piece.
-Satisfies ``kvstore.staging.DevicePages``. Knows no store and no network.
+Satisfies ``kvstore.device.staging.DevicePages``. Knows no store and no network.
 
 A copy waits for all compute that was enqueued before it (steps are enqueued on the device's default
 stream), because a step may return before the device has done it; compute never waits for a copy:

@@ -17,11 +17,32 @@ Fencing: ``incarnation`` names the process life that made the grant; ``generatio
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
-from kvstore.entry import CommitStatus, ReserveStatus
 from kvstore.page import PageKey, PageSpec
 from kvstore.store import PageIdentity, PageRecord, PageState
+
+
+class ReserveStatus(StrEnum):
+    """GRANTED: write it. PRESENT: committed already. WRITING: by another writer. REFUSED: no slot
+    can be freed. COLLISION: the key is taken by a page of other tokens."""
+
+    GRANTED = "granted"
+    PRESENT = "present"
+    WRITING = "writing"
+    REFUSED = "refused"
+    COLLISION = "collision"
+
+
+class CommitStatus(StrEnum):
+    """READY: readers see it. STALE: the reservation is gone. TORN: the bytes in the slot are not
+    the ones that the writer declared; the reservation is gone too."""
+
+    READY = "ready"
+    STALE = "stale"
+    TORN = "torn"
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag="open_store"):

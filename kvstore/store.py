@@ -1,8 +1,8 @@
 """The page-store contract: what a node may ask of any store back end.
 
 Owns the ``PageStore`` interface and its result types. Implementations: the distributed store
-(``kvstore/client.py``), one for pages in device memory over any other (``kvstore/staged.py``), an
-in-memory one for tests (``kvstore/memory.py``). All pass the same contract suite.
+(``kvstore/client``), and one for pages in device memory over any other (``kvstore/device``). All
+pass the same contract suite.
 
 A missing page is a result, never an exception. A store that cannot be reached holds nothing and
 accepts nothing: ``match`` and ``get`` say absent, ``put`` says failed. Callers recompute.

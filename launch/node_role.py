@@ -92,7 +92,7 @@ class NodeRole:
         self._node: Any = None
 
     async def start(self) -> None:
-        from kvstore.client import StoreClient
+        from kvstore.client.store_client import StoreClient
         from launch.parts import Parts
         from launch.pool_access import reach_pool
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.device_pages import PoolPages
 from engine.page_pool import PagePool
-from kvstore.staged import StagedStore
+from kvstore.device.staged import StagedStore
 from kvstore.store import PageStore
 from launch.sizes import human_size
 from transfer.interface import Region, Transfer

@@ -6,7 +6,7 @@ Owns the node and its parts. Everything that a page store does is ``kvstore``'s.
 from __future__ import annotations
 
 from kvstore.config import StoreConfig
-from kvstore.node import StoreNode
+from kvstore.server.node import StoreNode
 from launch import process_env
 from launch.config import StoreOptions
 from launch.errors import LaunchError

@@ -1,1 +1,1 @@
-"""All tests. A package, so that helpers import as ``tests.simulation.harness``."""
+"""All tests. A package, so that helpers import as ``tests.sim.harness``."""

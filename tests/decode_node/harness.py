@@ -33,9 +33,9 @@ from engine.request import (
 )
 from engine.step import SampleInput, SeqStep
 from kvstore.keys import namespace_of, page_keys
-from kvstore.memory import MemoryStore
 from kvstore.page import PageId, PageKey, PageSpec
 from kvstore.store import PageIdentity, PageStore, PutPage, identities
+from tests.kvstore.memory import MemoryStore
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.errors import RemoteFailed
 from transfer.identity import Role, new_identity

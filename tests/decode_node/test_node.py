@@ -10,7 +10,6 @@ import pytest
 
 from engine.request import DecodeRequest, Finished, FinishReason, PromptReady, TokensOut
 from kvstore.events import ClearCache, GetStats, PagesStored, WatchKvEvents
-from kvstore.memory import MemoryStore
 from tests.decode_node.harness import (
     GREEDY,
     S,
@@ -22,6 +21,7 @@ from tests.decode_node.harness import (
     reference,
     rig,
 )
+from tests.kvstore.memory import MemoryStore
 
 LONG = msgspec.structs.replace(GREEDY, max_tokens=300)
 

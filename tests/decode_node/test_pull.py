@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.request import FinishReason
-from kvstore.memory import MemoryStore
 from kvstore.page import PageKey
 from kvstore.store import GetOutcome, GetPage, GetResult, PageState, PutPage, PutResult
 from tests.decode_node.harness import S, prompt_of, rig
+from tests.kvstore.memory import MemoryStore
 from transfer.interface import Region
 
 PAGES = 5

@@ -14,10 +14,10 @@ from decode_node.write_back import PUT_PAGES_MAX, WriteBack
 from engine.fake import FakeRunner
 from engine.page_allocator import PageAllocator
 from engine.request import FinishReason
-from kvstore.memory import MemoryStore
 from kvstore.page import PageId, PageKey
 from kvstore.store import PageIdentity, PutOutcome, PutPage, PutResult, TransferCount
 from tests.decode_node.harness import GREEDY, LocalRegion, S, prompt_of, rig
+from tests.kvstore.memory import MemoryStore
 from transfer.interface import Region
 
 

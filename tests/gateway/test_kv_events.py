@@ -12,7 +12,7 @@ import pytest
 from gateway.events import RESUBSCRIBE_PAUSE_MAX_S, RESUBSCRIBE_PAUSE_S, watch_kv_events
 from gateway.prefix_index import PrefixIndex
 from kvstore.events import KvEventBatch
-from tests.simulation.harness import SimCluster, run_sim
+from tests.sim.harness import SimCluster, run_sim
 from transfer.errors import PeerClosed, RemoteFailed
 from transfer.identity import NodeId
 

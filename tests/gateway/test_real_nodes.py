@@ -23,10 +23,10 @@ from gateway.app import create_app
 from gateway.config import DispatcherConfig, GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.tokenizer import ByteTokenizer
-from kvstore.memory import MemoryStore
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
 from tests.gateway.fakes import wait_for
+from tests.kvstore.memory import MemoryStore
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.identity import NodeId, Role, new_identity

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.config import StoreClientConfig, StoreConfig
-from kvstore.node import StoreNode
 from kvstore.page import PageSpec
+from kvstore.server.node import StoreNode
 from tests.kvstore.contract import Stores
 from tests.kvstore.fakes import FakeMembership, FakeNetwork, FakeTransfer, World
 from tests.kvstore.pages import SPEC

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.staged import StagedStore
-from kvstore.staging import DeviceRegion, PageMove
+from kvstore.device.staged import StagedStore
+from kvstore.device.staging import DeviceRegion, PageMove
 from kvstore.store import PageStore
 from tests.kvstore.pages import SPEC
 from transfer.interface import Region, Transfer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.config import StoreClientConfig, StoreConfig
 from kvstore.store import GetOutcome
 from tests.kvstore.cluster import StoreCluster

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.directory import Directory
-from kvstore.entry import Reservation, ReserveStatus
-from kvstore.segment import Segment, Slot
+from kvstore.messages import ReserveStatus
+from kvstore.server.directory import Directory
+from kvstore.server.entry import Reservation
+from kvstore.server.segment import Segment, Slot
 from kvstore.store import PageIdentity, PageState
 from tests.kvstore.pages import BIG_SPEC, SPEC, sequence
 

@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from kvstore.directory import Directory
-from kvstore.entry import ReserveStatus
-from kvstore.segment import Segment
+from kvstore.messages import ReserveStatus
+from kvstore.server.directory import Directory
+from kvstore.server.segment import Segment
 from kvstore.store import PageIdentity, PageState
 from tests.kvstore.pages import SPEC, sequence
 

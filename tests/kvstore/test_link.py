@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore import handlers
-from kvstore.link import StoreLink
+from kvstore.client.link import StoreLink
 from kvstore.messages import (
     AcquirePages,
     OpenStore,
@@ -21,6 +20,7 @@ from kvstore.messages import (
     PageStates,
     StoreOpened,
 )
+from kvstore.server import handlers
 from kvstore.store import GetOutcome, PageState, PutOutcome
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import put_all

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvstore.memory import MemoryStore
 from kvstore.store import GetOutcome, PageState, PageStore, PutOutcome
 from tests.kvstore.contract import PageStoreContract, Stores, put_all
 from tests.kvstore.fakes import FakeTransfer, World
+from tests.kvstore.memory import MemoryStore
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
 from transfer.interface import deadline_after
 

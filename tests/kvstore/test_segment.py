@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from kvstore.segment import Segment, Slot
+from kvstore.server.segment import Segment, Slot
 
 
 def test_a_segment_of_eight_pages_gives_eight_slots_in_order() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvstore.slot_pool import SlotPool
+from kvstore.device.slot_pool import SlotPool
 from transfer.interface import deadline_after
 
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.memory import MemoryStore
+from kvstore.device.staged import StagedStore
+from kvstore.device.staging import DeviceRegion
 from kvstore.page import PageKey
-from kvstore.staged import StagedStore
-from kvstore.staging import DeviceRegion
 from kvstore.store import GetOutcome, PageStore, PutOutcome
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import PageStoreContract, Stores, put_all
 from tests.kvstore.devices import Device, NumpyPages, staged
 from tests.kvstore.fakes import FakeTransfer, World
 from tests.kvstore.faulty import PATIENT, until
+from tests.kvstore.memory import MemoryStore
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
 from transfer.errors import Unauthorized
 from transfer.interface import deadline_after

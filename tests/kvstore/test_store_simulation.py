@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.config import StoreClientConfig, StoreConfig
-from kvstore.node import StoreNode
+from kvstore.server.node import StoreNode
 from kvstore.store import GetOutcome, PutOutcome
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import NodeCrashed, SimCluster, SimNode, run_sim, seeds
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import NodeCrashed, SimCluster, SimNode, run_sim, seeds
 from transfer.channel import Hello, Service
 from transfer.identity import Role
 from transfer.interface import deadline_after

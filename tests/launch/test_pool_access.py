@@ -23,9 +23,8 @@ from engine.request import (
     SamplingParams,
     TokensOut,
 )
-from kvstore.memory import MemoryStore
-from kvstore.staged import StagedStore
-from kvstore.staging import DeviceRegion
+from kvstore.device.staged import StagedStore
+from kvstore.device.staging import DeviceRegion
 from launch.config import ComputeOptions
 from launch.errors import ConfigError
 from launch.model_store import ResolvedModel
@@ -34,6 +33,7 @@ from launch.runner_factory import make_runner
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
 from tests.engine.checkpoints import make_model, save
+from tests.kvstore.memory import MemoryStore
 from tests.prefill_node.harness import (
     LocalMembership,
     LocalNetwork,

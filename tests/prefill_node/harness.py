@@ -28,11 +28,11 @@ from engine.request import (
     TokenOut,
 )
 from engine.step import SeqStep
-from kvstore.memory import MemoryStore
 from kvstore.store import PageStore
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
-from tests.simulation.loop import SimLoop
+from tests.kvstore.memory import MemoryStore
+from tests.sim.loop import SimLoop
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.identity import Role, new_identity
 from transfer.interface import Priority, Range, Region

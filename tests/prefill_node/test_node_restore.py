@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.memory import MemoryFaults, MemoryStore
+from tests.kvstore.memory import MemoryFaults, MemoryStore
 from tests.prefill_node.harness import PAGE_SIZE, Rig, prompt_of, rig, until, virtual
 from transfer.errors import PeerLost
 

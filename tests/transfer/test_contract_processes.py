@@ -1,7 +1,7 @@
 """The contract between real processes: peers that are killed, frozen, restarted or end in order.
 
 For every transport that crosses processes. What the same faults do in virtual time is in
-``tests/simulation/test_sim_transfer.py``.
+``tests/sim/test_sim_transfer.py``.
 """
 
 from __future__ import annotations

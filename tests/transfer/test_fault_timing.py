@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.loop import SimLoop
+from tests.sim.loop import SimLoop
 from transfer.counters import CounterBoard
 from transfer.errors import DeadlineExceeded, PeerClosed, PeerLost, TransferError
 from transfer.fault_injection import FaultInjector

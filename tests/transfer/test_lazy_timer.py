@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from tests.simulation.loop import SimLoop
+from tests.sim.loop import SimLoop
 from transfer.lazy_timer import LazyTimer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import SimCluster, SimNode, run_sim, seeds
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import SimCluster, SimNode, run_sim, seeds
 from transfer.channel import Hello, Service
 from transfer.errors import HelloRefused, PeerClosed, PeerUnreachable, RemoteFailed
 from transfer.identity import Role

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import SimCluster, SimNode, run_sim, seeds
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import SimCluster, SimNode, run_sim, seeds
 from tests.transfer.channel_contract import (
     ANY,
     CHECKS,

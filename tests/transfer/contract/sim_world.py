@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import SimCluster, run_sim
-from tests.simulation.transfer import SimTransfer
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import SimCluster, run_sim
+from tests.sim.transfer import SimTransfer
 from tests.transfer.contract.world import Check, Hold
 from transfer.config import TransferConfig
 from transfer.interface import Region

@@ -18,9 +18,9 @@ import pytest
 from engine.fake import fake_generate
 from engine.request import GenerateRequest, RequestId, SamplingParams
 from gateway.errors import GatewayError
-from tests.simulation.cluster_nodes import NUM_PAGES, PAGE_SIZE, World
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import SimCluster, run_sim, seeds
+from tests.sim.cluster_nodes import NUM_PAGES, PAGE_SIZE, World
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import SimCluster, run_sim, seeds
 
 NUM_SEEDS = 100
 NUM_REQUESTS = 8

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvstore.slot_pool import SlotPool
+from kvstore.device.slot_pool import SlotPool
 from transfer.errors import Unauthorized
 from transfer.interface import Region, Rights, Transfer
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import LeakedTasks, NodeCrashed, SimCluster, run_sim
-from tests.simulation.loop import SimDeadlock
-from tests.simulation.mixed import mixed_scenario
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import LeakedTasks, NodeCrashed, SimCluster, run_sim
+from tests.sim.loop import SimDeadlock
+from tests.sim.mixed import mixed_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 CALM = FaultPlan()
@@ -33,7 +33,7 @@ def test_equal_seeds_give_equal_runs_in_other_processes_with_other_hash_seeds() 
     digests = []
     for hash_seed in ("1", "20"):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.simulation.mixed", "3"],
+            [sys.executable, "-m", "tests.sim.mixed", "3"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             cwd=ROOT,
             capture_output=True,

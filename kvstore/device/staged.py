@@ -20,8 +20,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 
+from kvstore.device.staging import DevicePages, DeviceRegion, PageMove, Staging, StagingSlots
 from kvstore.page import PageKey
-from kvstore.staging import DevicePages, DeviceRegion, PageMove, Staging, StagingSlots
 from kvstore.store import (
     GetOutcome,
     GetPage,

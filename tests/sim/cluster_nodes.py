@@ -19,12 +19,12 @@ from engine.request import GenerateRequest, TokenOut
 from gateway.config import DispatcherConfig
 from gateway.dispatch import Dispatcher
 from gateway.trace import GenerationDone
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.config import StoreConfig
-from kvstore.node import StoreNode
+from kvstore.server.node import StoreNode
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
-from tests.simulation.harness import NodeCrashed, SimCluster, SimNode
+from tests.sim.harness import NodeCrashed, SimCluster, SimNode
 from transfer.channel import Hello, Service
 from transfer.identity import Role
 from transfer.registry import Registry, RegistryService

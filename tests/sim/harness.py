@@ -29,11 +29,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
-from tests.simulation.bulk import SimBulk
-from tests.simulation.faults import FaultPlan, Trace
-from tests.simulation.loop import CURRENT_LIFE, Life, SimLoop, SimTask
-from tests.simulation.network import SimFabric, SimNetwork, life_context
-from tests.simulation.transfer import SimTransfer
+from tests.sim.bulk import SimBulk
+from tests.sim.faults import FaultPlan, Trace
+from tests.sim.loop import CURRENT_LIFE, Life, SimLoop, SimTask
+from tests.sim.network import SimFabric, SimNetwork, life_context
+from tests.sim.transfer import SimTransfer
 from transfer.identity import Identity, Incarnation, NodeId, Role
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 Owns the translation between the wire vocabulary and the ``Directory``, the checksum of committed
 bytes, and long polls. Knows the segment's bytes as a memoryview; knows no membership, no listening
-(``kvstore/node.py``).
+(``kvstore/server/node.py``).
 
 A page becomes ready only when the bytes in its slot hash to what the writer declared: a torn,
 misplaced or fenced-off write never becomes visible.
@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 
 from kvstore.checksum import PageBytes, checksums
 from kvstore.config import LEASES_MAX, PAGES_PER_MESSAGE_MAX, WAIT_S_MAX, WATCHES_MAX
-from kvstore.directory import Directory
-from kvstore.entry import CommitStatus, Entry
 from kvstore.messages import (
     AbortPages,
     AcquirePages,
     AwaitPages,
     ClearStore,
     CommitPages,
+    CommitStatus,
     LeasedPage,
     MatchPages,
     OpenStore,
@@ -40,6 +39,8 @@ from kvstore.messages import (
     WriteGrant,
 )
 from kvstore.page import PageKey
+from kvstore.server.directory import Directory
+from kvstore.server.entry import Entry
 from kvstore.store import PageState
 from kvstore.verify import well_formed
 from transfer.channel import Caller, Service

@@ -2,7 +2,7 @@
 
 Owns ``SimTransfer``: the regions of one life of one node and the operations it has under way. Who
 may use a region is decided by the real table (``transfer/region.py``), which ranges move by the
-real plan (``transfer/ranges.py``); only the wire is simulated (``tests/simulation/bulk.py``). Knows
+real plan (``transfer/ranges.py``); only the wire is simulated (``tests/sim/bulk.py``). Knows
 no pages.
 """
 
@@ -12,8 +12,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from tests.simulation.bulk import SimBulk, SimOperation
-from tests.simulation.loop import Life
+from tests.sim.bulk import SimBulk, SimOperation
+from tests.sim.loop import Life
 from transfer.config import TransferConfig
 from transfer.counters import CounterBoard, TransferCounters
 from transfer.errors import (

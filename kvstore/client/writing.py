@@ -18,19 +18,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.checksum import PageBytes, checksums
-from kvstore.entry import CommitStatus, ReserveStatus
-from kvstore.link import StoreLink, check_count
-from kvstore.links import ClientParts
+from kvstore.client.link import StoreLink, check_count
+from kvstore.client.links import ClientParts
 from kvstore.messages import (
     AbortPages,
     AwaitPages,
     CommitPages,
+    CommitStatus,
     PageCommit,
     PageGrant,
     PagesCommitted,
     PagesReserved,
     PageStates,
     ReservePages,
+    ReserveStatus,
     StoreDone,
     WriteGrant,
 )

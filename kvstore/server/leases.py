@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvstore.entry import Entry, Lease
+from kvstore.server.entry import Entry, Lease
 
 
 class Leases:

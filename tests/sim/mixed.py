@@ -1,6 +1,6 @@
 """A scenario that uses everything the simulator has: for tests of the simulator itself.
 
-python -m tests.simulation.mixed SEED     prints the digest of one run
+python -m tests.sim.mixed SEED     prints the digest of one run
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from tests.simulation.harness import NodeCrashed, SimCluster, SimNode, run_sim
+from tests.sim.harness import NodeCrashed, SimCluster, SimNode, run_sim
 from transfer.channel import Caller, Hello, Service
 from transfer.errors import TransferError
 from transfer.identity import Role

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.bulk import SILENCE_S
-from tests.simulation.faults import FaultPlan
-from tests.simulation.harness import SimCluster, run_sim, seeds
+from tests.sim.bulk import SILENCE_S
+from tests.sim.faults import FaultPlan
+from tests.sim.harness import SimCluster, run_sim, seeds
 from transfer.errors import (
     DeadlineExceeded,
     PeerLost,

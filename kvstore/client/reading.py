@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.checksum import PageBytes, checksums
-from kvstore.link import StoreLink
-from kvstore.links import ClientParts
+from kvstore.client.link import StoreLink
+from kvstore.client.links import ClientParts
 from kvstore.messages import (
     AcquirePages,
     LeasedPage,

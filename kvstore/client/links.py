@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.background import Background
+from kvstore.client.background import Background
+from kvstore.client.link import StoreLink
 from kvstore.config import PAGES_PER_MESSAGE_MAX, StoreClientConfig
-from kvstore.link import StoreLink
 from kvstore.page import PageKey, PageSpec
 from kvstore.placement import Placement, placement_of
 from transfer.channel import Hello, Network

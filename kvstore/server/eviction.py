@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from kvstore.entry import Entry
+from kvstore.server.entry import Entry
 
 
 class EvictionQueue:

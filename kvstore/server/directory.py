@@ -1,8 +1,8 @@
 """The directory of one store node: which page is in which slot, and who may rely on it.
 
 Owns keys, reservations, read leases, recency and eviction for one segment. A synchronous core: no
-clock (``now_s`` is passed in), no socket, no bytes. The shell (``kvstore/node.py``) moves messages
-and checks checksums.
+clock (``now_s`` is passed in), no socket, no bytes. The shell (``kvstore/server/node.py``) moves
+messages and checks checksums.
 
 ::
 
@@ -35,14 +35,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvstore.entry import Counters, Entry, Lease, Reservation, ReserveStatus
-from kvstore.eviction import EvictionQueue
-from kvstore.leases import Leases
+from kvstore.messages import ReserveStatus
 from kvstore.page import PageKey, PageSpec
-from kvstore.segment import Segment, Slab
+from kvstore.server.entry import Counters, Entry, Lease, Reservation
+from kvstore.server.eviction import EvictionQueue
+from kvstore.server.leases import Leases
+from kvstore.server.segment import Segment, Slab
+from kvstore.server.watches import Watches
 from kvstore.store import PageIdentity, PageRecord, PageState
 from kvstore.verify import same_identity
-from kvstore.watches import Watches
 
 EVICT_ON_DEMAND_MAX = 64  # pages evicted to make room for one page of another size
 EMPTY_SLABS_MAX = 4  # slabs emptied after that

@@ -1,4 +1,4 @@
-"""A page store inside one process: the reference for the contract, and for tests of nodes.
+"""A page store inside one process: a fake that keeps the contract, for tests of nodes.
 
 Owns copies of the pages it was given, shared by reference between all nodes that hold the object.
 Keeps the whole ``PageStore`` contract, waits and joins included, and can be told to misbehave

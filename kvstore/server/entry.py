@@ -7,34 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
+from kvstore.messages import ReserveStatus
 from kvstore.page import PageKey, PageSpec
-from kvstore.segment import Slab, Slot
+from kvstore.server.segment import Slab, Slot
 from kvstore.store import PageIdentity, PageRecord
 
 Counters = Counter[str]
-
-
-class ReserveStatus(StrEnum):
-    """GRANTED: write it. PRESENT: committed already. WRITING: by another writer. REFUSED: no slot
-    can be freed. COLLISION: the key is taken by a page of other tokens."""
-
-    GRANTED = "granted"
-    PRESENT = "present"
-    WRITING = "writing"
-    REFUSED = "refused"
-    COLLISION = "collision"
-
-
-class CommitStatus(StrEnum):
-    """READY: readers see it. STALE: the reservation is gone. TORN: the bytes in the slot are not
-    the ones that the writer declared; the reservation is gone too."""
-
-    READY = "ready"
-    STALE = "stale"
-    TORN = "torn"
 
 
 class Reservation(NamedTuple):

@@ -14,15 +14,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvstore.background import Background
+from kvstore.client.background import Background
+from kvstore.client.link import StoreLink, check_count
+from kvstore.client.links import ClientParts, StoreLinks
+from kvstore.client.reading import PageReader
+from kvstore.client.writing import PageWriter
 from kvstore.config import StoreClientConfig
-from kvstore.link import StoreLink, check_count
-from kvstore.links import ClientParts, StoreLinks
 from kvstore.messages import ClearStore, MatchPages, PageStates, ReadStats, StoreDone, StoreStats
 from kvstore.page import PageKey, PageSpec
-from kvstore.reading import PageReader
 from kvstore.store import GetOutcome, GetPage, GetResult, PageState, PutPage, PutResult
-from kvstore.writing import PageWriter
 from transfer.channel import Hello, Network
 from transfer.errors import TransferError
 from transfer.identity import Identity, NodeId

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
-from tests.simulation.network import SimFabric
+from tests.sim.network import SimFabric
 from transfer.errors import (
     DeadlineExceeded,
     PeerClosed,
@@ -34,7 +34,7 @@ from transfer.token import Endpoint
 from transfer.transports import Move
 
 if TYPE_CHECKING:
-    from tests.simulation.transfer import SimTransfer
+    from tests.sim.transfer import SimTransfer
 
 SILENCE_S = 2.0  # a peer that moves nothing for this long is lost
 POLL_S = 0.02

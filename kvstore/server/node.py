@@ -17,10 +17,10 @@ import logging
 import os
 
 from kvstore.config import StoreConfig
-from kvstore.directory import Directory
-from kvstore.handlers import StoreHandlers
 from kvstore.placement import WEIGHT_LABEL
-from kvstore.segment import Segment
+from kvstore.server.directory import Directory
+from kvstore.server.handlers import StoreHandlers
+from kvstore.server.segment import Segment
 from transfer.channel import Hello, Listener, Network, Service
 from transfer.identity import Identity
 from transfer.interface import Region, Transfer

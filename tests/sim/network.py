@@ -16,8 +16,8 @@ import random
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from tests.simulation.faults import FaultPlan, Trace
-from tests.simulation.loop import CURRENT_LIFE, Life, SimLoop
+from tests.sim.faults import FaultPlan, Trace
+from tests.sim.loop import CURRENT_LIFE, Life, SimLoop
 from transfer.channel import Channel, Hello, Listener, Service
 from transfer.errors import PeerClosed, PeerUnreachable
 from transfer.rpc import RpcChannel
