@@ -1,0 +1,134 @@
+"""A process's seat in the cluster, by what ``--join`` says: the gateway's registry, or etcd.
+
+Owns the choice, who asks etcd (the environment's ``KVFERRY_ETCD_*``), and what every heartbeat says
+beside the node's own numbers. Knows no roles.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import structs
+
+from launch.errors import ConfigError
+from transfer.channel import Network
+from transfer.engine import TransferEngine
+from transfer.etcd import EtcdAccess, is_etcd, parse_address
+from transfer.identity import Identity
+from transfer.membership import Membership, MembershipView, NodeInfo, NodeStatus, ViewCallback
+from transfer.registry_client import RegistryMembership
+
+if TYPE_CHECKING:
+    from transfer.etcd import EtcdMembership
+
+ETCD_USER_VARIABLE = "KVFERRY_ETCD_USER"
+ETCD_PASSWORD_VARIABLE = "KVFERRY_ETCD_PASSWORD"
+ETCD_CACERT_VARIABLE = "KVFERRY_ETCD_CACERT"
+ETCD_CERT_VARIABLE = "KVFERRY_ETCD_CERT"
+ETCD_KEY_VARIABLE = "KVFERRY_ETCD_KEY"
+
+
+class OutsideSeat(Membership, Protocol):
+    """A membership that some other process keeps."""
+
+    async def watch_only(self, *, deadline_s: float | None = None) -> None:
+        """Follow the cluster without being listed in it."""
+        ...
+
+    def abort(self) -> None:
+        """Stop at once, without a goodbye."""
+        ...
+
+
+def etcd_access() -> EtcdAccess:
+    """Return what the environment says of user and certificates."""
+    get = os.environ.get
+    return EtcdAccess(
+        user=get(ETCD_USER_VARIABLE) or None,
+        password=get(ETCD_PASSWORD_VARIABLE) or None,
+        cacert=get(ETCD_CACERT_VARIABLE) or None,
+        cert=get(ETCD_CERT_VARIABLE) or None,
+        key=get(ETCD_KEY_VARIABLE) or None,
+    )
+
+
+def no_renewal(identity: Identity) -> None:
+    """Nobody has to know of another incarnation."""
+
+
+def outside_seat(
+    join: str,
+    network: Network,
+    identity: Identity,
+    *,
+    renewed: Callable[[Identity], None] = no_renewal,
+) -> OutsideSeat:
+    """Return the seat at ``join``, not taken yet.
+
+    Args:
+        renewed: called when the process has another incarnation from now on (etcd only).
+
+    Raises:
+        ConfigError: a certificate for etcd cannot be read.
+    """
+    if is_etcd(join):
+        return etcd_seat(join, identity, renewed=renewed)
+    return RegistryMembership(network, join, identity)
+
+
+def etcd_seat(
+    join: str, identity: Identity, *, renewed: Callable[[Identity], None]
+) -> EtcdMembership:
+    """Return the seat in the etcd at ``join``, as ``outside_seat`` does."""
+    from transfer.etcd import EtcdMembership
+
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it says every request
+    access = etcd_access()
+    try:
+        return EtcdMembership(parse_address(join), identity, access=access, renewed=renewed)
+    except OSError as error:
+        raise ConfigError(
+            f"--join {join}: {error}: {ETCD_CACERT_VARIABLE} ({access.cacert}), "
+            f"{ETCD_CERT_VARIABLE} ({access.cert}) and {ETCD_KEY_VARIABLE} ({access.key}) name "
+            "PEM files that this process can read"
+        ) from error
+
+
+class CountedSeat:
+    """A seat whose heartbeats also say what the transfers of this process have counted."""
+
+    def __init__(self, seat: OutsideSeat, transfer: TransferEngine) -> None:
+        self._seat = seat
+        self._transfer = transfer
+
+    @property
+    def view(self) -> MembershipView:
+        return self._seat.view
+
+    @property
+    def connected(self) -> bool:
+        return self._seat.connected
+
+    @property
+    def superseded(self) -> bool:
+        return self._seat.superseded
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        self._seat.subscribe(callback)
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        def counted() -> NodeStatus:
+            own, counts = status(), self._transfer.counters()._asdict()
+            counters = {f"transfer_{name}": float(count) for name, count in counts.items()}
+            return structs.replace(own, counters={**own.counters, **counters})
+
+        await self._seat.join(info, counted)
+
+    async def leave(self) -> None:
+        await self._seat.leave()
+
+    def abort(self) -> None:
+        self._seat.abort()

@@ -1,0 +1,382 @@
+"""``Membership`` on etcd: the asyncio shell.
+
+Owns the task that holds the seat (``seat.py``), the watch that feeds the view (``table.py``), the
+back-off, and what is said of it all. Decisions are the cores'.
+
+::
+
+    ┌──────────▶ connecting ──▶ taking the seat ──▶ seated (keep-alives + watch)
+    │ back-off      │               │ refused at first: join raises; later: logged, retried
+    └───────────────┴───────────────┴──────────── any TransferError; at once after LeaseLost
+                                          │ superseded: another process has this node id
+                                          ▼
+                                         ended, for good
+
+While etcd is away the view stays as it was: nobody is gone because nobody says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from transfer.errors import (
+    DeadlineExceeded,
+    HelloRefused,
+    PeerClosed,
+    PeerLost,
+    PeerUnreachable,
+    RemoteFailed,
+    TransferError,
+    Unauthorized,
+)
+from transfer.etcd import wire
+from transfer.etcd.address import EtcdAccess, EtcdAddress
+from transfer.etcd.client import EtcdClient
+from transfer.etcd.listing import ages_s, list_keys
+from transfer.etcd.records import Keys
+from transfer.etcd.seat import LeaseLost, Seat
+from transfer.etcd.table import MemberTable
+from transfer.identity import Identity
+from transfer.membership import (
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+    Subscribers,
+    Superseded,
+    ViewCallback,
+)
+
+logger = logging.getLogger(__name__)
+
+KEEP_EVERY_S = 1.0  # four times in a lease
+PULSE_S = 0.5  # status is looked at, timers are served
+REFRESH_S = 5.0  # a status that does not change is written again after so long
+SETTLE_S = 1.0  # until etcd has ended all leases that ran out while it stood still
+BACKOFF_MIN_S = 0.1
+BACKOFF_MAX_S = 1.0
+LOG_EVERY_S = 5.0  # while waiting for etcd before there is a seat
+LEAVE_TIMEOUT_S = 1.0
+
+
+class EtcdMembership:
+    """``transfer.membership.Membership`` at an etcd.
+
+    Args:
+        renewed: the process has another incarnation from now on; called before anybody is told.
+        rng: spreads retries; needs no seed.
+
+    Raises:
+        OSError: a certificate cannot be read.
+    """
+
+    def __init__(
+        self,
+        address: EtcdAddress,
+        identity: Identity,
+        *,
+        access: EtcdAccess | None = None,
+        renewed: Callable[[Identity], None] = lambda identity: None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._address = address
+        self._identity = identity
+        self._make_client = EtcdClient.factory(address, access or EtcdAccess())
+        self._renewed = renewed
+        self._rng = rng or random.Random()
+        self._keys = Keys(address)
+        self._table = MemberTable(self._keys)
+        self._subscribers = Subscribers()
+        self._seat: Seat | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._pulse: asyncio.TimerHandle | None = None
+        self._seated: asyncio.Future[None] | None = None
+        self._connected = False
+        self._superseded = False
+        self._away = False  # etcd failed us since the last list of members
+        self._left = False
+        self._stopping = False
+
+    @property
+    def view(self) -> MembershipView:
+        return self._table.view(self._now_s())
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def superseded(self) -> bool:
+        return self._superseded
+
+    @property
+    def alive(self) -> bool:
+        """False when nobody keeps the seat and the view any more."""
+        return self._task is not None and not self._task.done() and not self._stopping
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is now: another incarnation after others have seen it leave."""
+        return self._identity if self._seat is None else self._seat.info.identity
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        self._subscribers.view = self.view
+        self._subscribers.add(callback)
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        """See ``Membership``.
+
+        Raises:
+            Unauthorized: etcd knows no such user.
+        """
+        assert info.identity == self._identity, "a seat belongs to one process life"
+        self._seat = Seat(self._keys, info, status, renewed=self._renewed, rng=self._rng)
+        await self._start()
+
+    async def watch_only(self, *, deadline_s: float | None = None) -> None:
+        """Follow the cluster without being listed in it; returns with the first view.
+
+        Raises:
+            PeerUnreachable: etcd did not answer by ``deadline_s`` (None waits without limit).
+            Unauthorized: etcd knows no such user.
+        """
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._start()
+        except TimeoutError as error:
+            text = f"no etcd answered at {self._address} before the deadline; {self._remedy()}"
+            raise PeerUnreachable(text) from error
+
+    async def leave(self) -> None:
+        self._left = True
+        await self._stop()
+        seat = self._seat
+        if seat is None or seat.lease is None or self._superseded:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S), self._make_client() as client:
+                await client.authenticate()
+                await seat.give_up(client)
+        except (TransferError, TimeoutError) as error:
+            logger.info("left without etcd's answer, the lease runs out: %s", error)
+
+    def abort(self) -> None:
+        """Stop at once, without giving the seat up: the lease runs out. Idempotent."""
+        self._left = self._stopping = True
+        self._connected = False
+        self._end_pulse()
+        if self._task is not None:
+            self._task.cancel()
+
+    # ---- the task
+
+    async def _start(self) -> None:
+        assert self._task is None, "a membership is joined once"
+        assert not self._left, "a membership that was left is not joined again"
+        loop = asyncio.get_running_loop()
+        self._seated = loop.create_future()
+        self._beat(loop.time())
+        self._task = loop.create_task(self._run(), name=f"etcd seat {self._identity.node_id}")
+        self._task.add_done_callback(self._ended)
+        try:
+            await self._seated
+        except BaseException:
+            await self._stop()
+            raise
+
+    async def _stop(self) -> None:
+        task = self._task
+        self._stopping = True
+        self._connected = False
+        self._end_pulse()
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The seat is kept no more, whyever: nobody may think so, or go on waiting for it."""
+        self._connected = False
+        self._end_pulse()
+        failure = None if task.cancelled() else task.exception()
+        if self._seated is not None and not self._seated.done():
+            self._seated.set_exception(failure or PeerClosed("left before etcd answered"))
+        elif failure is not None:
+            text = "%s is no longer a member"
+            logger.error(text, self._identity.node_id, exc_info=failure)
+
+    async def _run(self) -> None:
+        backoff_s, next_log_s = BACKOFF_MIN_S, 0.0
+        async with self._make_client() as client:
+            while not self._stopping:
+                try:
+                    await self._session(client)
+                except LeaseLost as error:
+                    logger.warning("%s", error)
+                    self._connected = False
+                    continue
+                except (HelloRefused, Unauthorized) as error:
+                    if self._give_up(error):
+                        return
+                    logger.error("registration is refused, trying again: %s", error)
+                    backoff_s = BACKOFF_MAX_S
+                except TransferError as error:
+                    backoff_s = BACKOFF_MIN_S if self._connected else backoff_s
+                    next_log_s = self._say_away(error, client.endpoint, next_log_s)
+                    client.next_endpoint()
+                self._connected = False
+                if self._stopping:
+                    return
+                await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    def _give_up(self, error: TransferError) -> bool:
+        """Hand a refusal to ``join`` if it still waits; stop for good when replaced."""
+        assert self._seated is not None
+        self._superseded = isinstance(error, Superseded)
+        if not self._seated.done():
+            self._seated.set_exception(error)
+            return True
+        if self._superseded:
+            logger.error("%s", error)
+        return self._superseded
+
+    def _say_away(self, error: TransferError, endpoint: str, next_log_s: float) -> float:
+        """Say once that etcd is lost; while there is no seat yet, again and again."""
+        assert self._seated is not None
+        now_s, me = self._now_s(), self._identity.node_id
+        if self._seated.done():
+            we_slept = self._seat is not None and self._seat.history.stood_still
+            if not self._away and not we_slept:
+                logger.warning("%s: etcd is away, the last view stays (%s)", me, error)
+            self._away = self._away or not we_slept
+        elif now_s >= next_log_s:
+            text = "%s waits for etcd at %s (%s); %s"
+            logger.warning(text, me, endpoint, error, self._remedy())
+            return now_s + LOG_EVERY_S
+        return next_log_s
+
+    def _remedy(self) -> str:
+        first = self._address.endpoints[0]
+        return f"start it with: etcd --listen-client-urls {first} --advertise-client-urls {first}"
+
+    # ---- one session
+
+    async def _session(self, client: EtcdClient) -> None:
+        """Take the seat, take the view, and keep both until something fails."""
+        await client.authenticate()
+        if self._seat is not None:
+            settle_s = SETTLE_S if self._away else 0.0
+            await self._seat.take(client, self._table.stays(), settle_s)
+        revision = await self._take_view(client)
+        failure: TransferError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(client, revision), name="etcd watch")
+                group.create_task(self._keep(client), name="etcd keep-alive")
+        except* TransferError as errors:
+            failure = _first(errors)
+        if failure is not None and not self._stopping:
+            raise failure
+
+    async def _take_view(self, client: EtcdClient) -> int:
+        """List the members; return the revision that the view is of."""
+        listing = await list_keys(client, self._keys)
+        watches = self._seat is None  # a member sees the others renew; a watcher comes and goes
+        heard = await ages_s(client, self._keys, listing) if watches else {}
+        if self._away:
+            logger.info("%s: etcd is back", self._identity.node_id)
+        self._table.reset(self._now_s(), listing.kvs, after_outage=self._away)
+        self._table.heard_before(self._now_s(), heard)
+        self._away, self._connected = False, True
+        self._publish()
+        assert self._seated is not None
+        if not self._seated.done():
+            self._seated.set_result(None)
+        return listing.revision
+
+    async def _watch(self, client: EtcdClient, revision: int) -> None:
+        while True:
+            try:
+                async with client.watch(self._keys.prefix, revision + 1) as results:
+                    async for result in results:
+                        revision = await self._take_in(client, result, revision)
+            except DeadlineExceeded:
+                continue  # nothing happened for a while: from the same revision on, anew
+
+    async def _take_in(self, client: EtcdClient, result: wire.WatchResult, revision: int) -> int:
+        """Apply one message of a watch; return the revision that the view is of now."""
+        if result.compact_revision:
+            raise PeerLost(f"etcd has compacted its history up to {result.compact_revision}")
+        if result.canceled:
+            raise PeerLost(f"etcd ended the watch: {result.cancel_reason}")
+        self._table.apply(self._now_s(), result.events)
+        if self._seat is not None:
+            for event in result.events:
+                if event.type != "DELETE" and event.kv.key == self._seat.key:
+                    self._seat.check(self._keys.record(event.kv.key, event.kv.value))
+        self._publish()
+        return max(revision, *(event.kv.mod_revision for event in result.events), revision)
+
+    async def _keep(self, client: EtcdClient) -> None:
+        """Renew the lease and write what changes; a watcher only asks whether etcd is there."""
+        now_s = self._now_s()
+        keep_s, say_s = now_s + KEEP_EVERY_S, now_s + REFRESH_S
+        while True:
+            await asyncio.sleep(PULSE_S)
+            now_s = self._now_s()
+            if now_s >= keep_s:
+                keep_s = now_s + KEEP_EVERY_S
+                await (self._ask(client) if self._seat is None else self._seat.keep(client))
+            if self._seat is not None and (now_s >= say_s or self._seat.has_news()):
+                say_s = now_s + REFRESH_S
+                await self._say(client, self._seat)
+
+    async def _ask(self, client: EtcdClient) -> None:
+        await client.call("kv/range", {"key": self._keys.joins}, wire.RangeAnswer)
+
+    async def _say(self, client: EtcdClient, seat: Seat) -> None:
+        """Write the status; an etcd that takes no writes (it is full) costs no seat."""
+        try:
+            await seat.say(client)
+        except RemoteFailed as error:
+            logger.error("%s: etcd does not take the status: %s", self._identity.node_id, error)
+
+    # ---- timers and the view
+
+    def _beat(self, due_s: float) -> None:
+        """Serve what waits for time; a beat that comes late says that this process stood still."""
+        now_s = self._now_s()
+        if self._seat is not None:
+            self._seat.history.timer_fired(now_s, now_s - due_s)
+        for node_id in self._table.tick(now_s):
+            logger.warning("%s did not come back after etcd did; removed", node_id)
+        self._publish()
+        loop = asyncio.get_running_loop()
+        self._pulse = loop.call_at(now_s + PULSE_S, self._beat, now_s + PULSE_S)
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.cancel()
+            self._pulse = None
+
+    def _publish(self) -> None:
+        if self._table.version != self._subscribers.view.version:
+            self._subscribers.publish(self.view)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _first(errors: BaseExceptionGroup[TransferError]) -> TransferError:
+    """Return the failure that says most: a lost seat before a lost connection."""
+    found: list[TransferError] = []
+    groups: list[BaseExceptionGroup[TransferError]] = [errors]
+    while groups:
+        for error in groups.pop().exceptions:
+            if isinstance(error, BaseExceptionGroup):
+                groups.append(error)
+            else:
+                found.append(error)
+    return min(found, key=lambda e: not isinstance(e, Superseded | LeaseLost))
