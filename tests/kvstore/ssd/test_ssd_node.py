@@ -1,0 +1,137 @@
+"""A real store node on a real tier: pages outlive the node's memory, and the node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import StoreConfig
+from kvstore.server.node import StoreNode
+from kvstore.ssd import SsdConfig, SsdTier
+from kvstore.ssd.opening import PAGES_NAME
+from kvstore.store import GetOutcome, PageState, PutOutcome
+from tests.kvstore.cluster import StoreCluster
+from tests.kvstore.contract import put_all
+from tests.kvstore.fakes import FakeMembership, World
+from tests.kvstore.faulty import PATIENT, get_all, open_client, until
+from tests.kvstore.pages import SPEC, sequence
+from transfer.identity import Role, new_identity
+from transfer.interface import deadline_after
+
+NUM_SLOTS = 16
+PROMPTS = [list(range(start, start + 4)) for start in range(0, 64_000, 1000)]  # a page each
+NUM_PAGES = len(PROMPTS)
+NUM_KEPT = 4  # pages of memory that are below the low watermark: they need no copy
+
+
+class Cluster(StoreCluster):
+    """Nodes of 16 pages of memory, each with an SSD."""
+
+    async def node_with_ssd(self, folder: Path) -> tuple[StoreNode, SsdTier]:
+        tier = await SsdTier.open(SsdConfig(path=folder, nbytes=4 << 20))
+        node = StoreNode(
+            StoreConfig(
+                segment_nbytes=NUM_SLOTS * SPEC.page_nbytes,
+                lease_s=30.0,
+                tick_s=0.01,
+                high_watermark=0.8,
+                low_watermark=NUM_KEPT / NUM_SLOTS,
+            ),
+            identity=new_identity(Role.STORE, "store-ssd"),
+            network=self.network(),
+            transfer=await self.transfer(),
+            membership=FakeMembership(self.world),
+            tier=tier,
+        )
+        await node.start()
+        self.nodes.append(node)
+        return node, tier
+
+
+@pytest.fixture
+async def ssd_cluster(world: World) -> AsyncIterator[Cluster]:
+    cluster = Cluster(world, client_config=PATIENT)
+    yield cluster
+    await cluster.close()
+
+
+async def states(cluster: Cluster) -> list[PageState]:
+    stores = await cluster.stores()
+    client = await open_client(stores)
+    keys = [page.key for tokens in PROMPTS for page in sequence(tokens)]
+    return await client.match(keys, deadline_s=deadline_after(5))
+
+
+async def put_prompts(cluster: Cluster, node: StoreNode, tier: SsdTier) -> None:
+    """Put four times what memory holds, as fast as the spiller follows."""
+    stores = await cluster.stores()
+    client = await open_client(stores)
+    for number, tokens in enumerate(PROMPTS, 1):
+        assert await put_all(stores, client, tokens) == [PutOutcome.STORED]
+        await until(lambda: copied(node, tier, number))  # noqa: B023 - awaited at once
+
+
+def copied(node: StoreNode, tier: SsdTier, num_put: int) -> bool:
+    """All pages have a copy; or memory is so empty that none needs one."""
+    num_used = NUM_SLOTS - int(node.numbers()["num_free_pages"])
+    return tier.num_pages == num_put or num_used <= NUM_KEPT
+
+
+async def get_prompts(cluster: Cluster) -> list[GetOutcome]:
+    stores = await cluster.stores()
+    client = await open_client(stores)
+    outcomes = []
+    for tokens in PROMPTS:
+        outcomes += await get_all(stores, client, tokens)  # asserts the bytes
+    return outcomes
+
+
+async def test_pages_that_left_memory_are_served_from_the_ssd(
+    ssd_cluster: Cluster, tmp_path: Path
+) -> None:
+    node, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
+    await put_prompts(ssd_cluster, node, tier)
+    seen = await states(ssd_cluster)
+    assert seen.count(PageState.SPILLED) >= NUM_PAGES - NUM_SLOTS
+    assert all(state.present for state in seen)
+    assert await get_prompts(ssd_cluster) == [GetOutcome.READ] * NUM_PAGES
+    assert tier.numbers()["ssd_promoted"] >= NUM_PAGES - NUM_SLOTS
+
+
+async def test_a_new_incarnation_serves_the_pages_of_the_last(
+    ssd_cluster: Cluster, tmp_path: Path
+) -> None:
+    first, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
+    await put_prompts(ssd_cluster, first, tier)
+    num_on_ssd = tier.num_pages
+    await first.close()
+    second, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
+    assert second.identity.incarnation != first.identity.incarnation
+    assert tier.num_pages == num_on_ssd >= NUM_PAGES - NUM_SLOTS
+    assert (await states(ssd_cluster)).count(PageState.SPILLED) == num_on_ssd
+    outcomes = await get_prompts(ssd_cluster)
+    assert outcomes.count(GetOutcome.READ) == num_on_ssd
+    assert outcomes.count(GetOutcome.ABSENT) == NUM_PAGES - num_on_ssd
+
+
+async def test_a_page_damaged_on_the_ssd_is_a_miss_and_can_be_put_again(
+    ssd_cluster: Cluster, tmp_path: Path
+) -> None:
+    first, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
+    await put_prompts(ssd_cluster, first, tier)
+    await first.close()
+    with (tmp_path / "tier" / PAGES_NAME).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(8))
+    _, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
+    num_on_ssd = tier.num_pages
+    outcomes = await get_prompts(ssd_cluster)
+    assert outcomes.count(GetOutcome.READ) == num_on_ssd - 1
+    assert tier.numbers()["ssd_dropped_header"] == 1
+    stores = await ssd_cluster.stores()
+    client = await open_client(stores)
+    for tokens in PROMPTS:
+        outcome = (await put_all(stores, client, tokens))[0]
+        assert outcome in (PutOutcome.STORED, PutOutcome.PRESENT)
