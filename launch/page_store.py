@@ -1,0 +1,118 @@
+"""Which page store a node uses: the cluster's own store nodes, or an engine that exists.
+
+Owns the choice by the address of ``--store``. Knows no roles and no pools.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from msgspec import structs
+
+from kvstore.client.store_client import StoreClient
+from kvstore.mooncake import MooncakeConfig, MooncakeStore, MooncakeUnavailable
+from kvstore.mooncake.binding import Library
+from kvstore.page import PageSpec
+from kvstore.store import PageStore
+from launch.config import NodeOptions
+from launch.errors import ConfigError
+from launch.parts import Parts
+from launch.runtime import config_errors
+from transfer.membership import (
+    PAGE_STORE_FACT,
+    Membership,
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+    ViewCallback,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def mooncake_config(options: NodeOptions) -> MooncakeConfig | None:
+    """Return what ``--store`` says of Mooncake; None: the cluster's own store nodes.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    if options.store is None:
+        return None
+    with config_errors(f"--store {options.store}"):
+        return MooncakeConfig.of_url(options.store, host=options.advertise_host or options.host)
+
+
+def check_store(options: NodeOptions) -> None:
+    """Refuse an address or a machine that cannot work, before anything is loaded.
+
+    Raises:
+        ConfigError: the address is wrong, or a library is missing.
+    """
+    if mooncake_config(options) is None:
+        return
+    try:
+        Library()
+    except MooncakeUnavailable as error:
+        raise ConfigError(f"--store {options.store}: {error}") from error
+
+
+def make_store(options: NodeOptions, parts: Parts, spec: PageSpec) -> PageStore:
+    """Return the client of the page store. Call it inside the running loop."""
+    config = mooncake_config(options)
+    if config is not None:
+        logger.warning(
+            "pages are kept in Mooncake at %s: its ports are open on every interface and ask for "
+            "no secret, so every host that reaches this one must be trusted",
+            config.master,
+        )
+        return MooncakeStore(config, spec=spec)
+    return StoreClient(
+        identity=parts.identity,
+        network=parts.network,
+        transfer=parts.transfer,
+        membership=parts.membership,
+        spec=spec,
+    )
+
+
+def stated(options: NodeOptions, membership: Membership) -> Membership:
+    """Return a seat that states which engine keeps the node's pages, if it is not the cluster's.
+
+    Nodes that keep their pages in different engines then refuse each other, and the gateway knows
+    that pages can move although no store node is there.
+    """
+    config = mooncake_config(options)
+    if config is None:
+        return membership
+    return _StatingSeat(membership, f"mooncake://{config.master}")
+
+
+class _StatingSeat:
+    """A seat that adds one fact to what its node says when it joins."""
+
+    def __init__(self, seat: Membership, address: str) -> None:
+        self._seat = seat
+        self._address = address
+
+    @property
+    def view(self) -> MembershipView:
+        return self._seat.view
+
+    @property
+    def connected(self) -> bool:
+        return self._seat.connected
+
+    @property
+    def superseded(self) -> bool:
+        return self._seat.superseded
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        self._seat.subscribe(callback)
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        contract = {**info.contract, PAGE_STORE_FACT: self._address}
+        await self._seat.join(structs.replace(info, contract=contract), status)
+
+    async def leave(self) -> None:
+        await self._seat.leave()

@@ -1,0 +1,63 @@
+"""Claims about the whole path with Mooncake as the page store: no store node of kvferry runs.
+
+Every token of the fake model is a function of every KV byte before it, so one wrong byte anywhere
+between the prefill node, Mooncake and the decode node changes the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.client import complete, tokens_of
+from tests.e2e.cluster import Cluster, running
+from tests.e2e.reference import expected, prompt_of
+from tests.kvstore.mooncake import cluster as mooncake
+
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.shared_processes]
+
+PAGE = 16
+DELAYS = ["--fake-token-delay", "0.0005"]  # restoring a page is cheaper than computing it
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    mooncake.require_library()
+    directory = tmp_path_factory.mktemp("cluster")
+    with mooncake.running(directory) as engine:
+        store = ["--store", engine.url]
+        options = {"prefill": [*DELAYS, *store], "decode": store}
+        with running(directory, store=0, options=options) as started:
+            yield started
+
+
+def test_every_page_crosses_mooncake_and_no_byte_is_wrong(cluster: Cluster) -> None:
+    prompt = prompt_of(300, seed=1)
+    answer = complete(cluster.url, prompt, 40)
+    assert tokens_of(answer) == expected(prompt, 40)
+    trace = answer["kvferry"]
+    assert trace["computed_tokens"] == 300
+    assert trace["pages_pulled"] == -(-300 // PAGE)
+    assert trace["pages_pushed"] >= -(-300 // PAGE)
+
+
+def test_an_identical_prompt_hits(cluster: Cluster) -> None:
+    prompt = prompt_of(200, seed=2)
+    first = complete(cluster.url, prompt, 8)
+    again = complete(cluster.url, prompt, 8)
+    assert tokens_of(again) == tokens_of(first) == expected(prompt, 8)
+    assert again["kvferry"]["computed_tokens"] <= PAGE
+
+
+def test_a_new_prefill_node_hits_what_the_dead_one_put_into_mooncake(cluster: Cluster) -> None:
+    prompt = prompt_of(400, seed=3)
+    first = complete(cluster.url, prompt, 8)
+    old = cluster.proc_of("prefill")
+    old.kill()
+    cluster.wait_for({"decode": 1})
+    cluster.restart(old)
+    cluster.wait_for({"prefill": 1, "decode": 1})
+    again = complete(cluster.url, prompt, 8)
+    assert tokens_of(again) == tokens_of(first)
+    assert again["kvferry"]["computed_tokens"] <= PAGE
