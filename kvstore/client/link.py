@@ -12,6 +12,10 @@ errors. Knows no pages.
 
 While a link backs off every call fails at once, so that a dead node costs one timeout per back-off
 period, not one per request.
+
+The verdict on a node is its control channel's. A bulk operation that fails says little: connections
+are reset, and the next operation makes a new one. Only ``BULK_INCIDENTS_MAX`` of them in a row,
+each begun after the one before had failed, count as a failure of the node.
 """
 
 from __future__ import annotations
@@ -19,25 +23,30 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from kvstore.config import StoreClientConfig
-from kvstore.messages import OpenStore, StoreOpened
+from kvstore.messages import HoldSession, OpenStore, StoreDone, StoreOpened
 from transfer.channel import Channel, Hello, Network
 from transfer.errors import (
     DeadlineExceeded,
     FrameInvalid,
     PeerUnreachable,
+    RegionRevoked,
     RemoteFailed,
     Stale,
     TransferError,
+    Unauthorized,
 )
 from transfer.identity import NodeId
 from transfer.membership import NodeInfo
 
+SESSION_S_MAX = 1e8  # three years
 SLOW_S = 0.5  # an unanswered call of this age counts as a failure of the node
+BULK_INCIDENTS_MAX = 4  # failed bulk operations in a row that count as a failure of the node
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -76,13 +85,26 @@ class StoreLink:
         self._counters = counters
         self._session: _Session | None = None
         self._connecting: asyncio.Task[TransferError | None] | None = None
+        self._holding: asyncio.Task[None] | None = None
         self._retry_s = 0.0
         self._num_failures = 0
+        self._num_incidents = 0
+        self._incident_s = 0.0
         self._closed = False
 
     @property
     def node_id(self) -> NodeId:
         return self.info.identity.node_id
+
+    @property
+    def backs_off_s(self) -> float:
+        """Seconds until the node is asked again; 0 when it is asked now."""
+        return max(0.0, self._retry_s - _now_s())
+
+    @property
+    def usable(self) -> bool:
+        """A call would be tried, not refused at once."""
+        return not self._closed and not self.backs_off_s
 
     async def call(
         self, message: msgspec.Struct, reply: type[R], *, deadline_s: float, wait_s: float = 0.0
@@ -114,10 +136,12 @@ class StoreLink:
         return self._session.opened
 
     def judge(self, error: TransferError, *, waited_s: float) -> None:
-        """Take note of a failed call or transfer: back off, reconnect, or neither."""
+        """Take note of a failed call: back off, reconnect, or neither."""
         if isinstance(error, RemoteFailed):
-            if error.code == "stale_incarnation":
+            if error.code in ("stale_incarnation", "closed"):
                 self._drop_session()
+            if error.code == "closed":
+                self._back_off()
             return
         if isinstance(error, DeadlineExceeded):
             if waited_s >= SLOW_S:
@@ -125,6 +149,26 @@ class StoreLink:
             return
         self._drop_session()
         self._back_off()
+
+    def judge_bulk(self, error: TransferError, *, started_s: float) -> None:
+        """Take note of a failed bulk operation that was begun at ``started_s``.
+
+        Operations that were under way together fail together: they are one incident.
+        """
+        self._counters["bulk_failures"] += 1
+        if isinstance(error, RegionRevoked | Stale | Unauthorized):
+            self._drop_session()  # the tokens are void: the next call fetches new ones
+        if started_s < self._incident_s:
+            return
+        self._incident_s = _now_s()
+        self._num_incidents += 1
+        if self._num_incidents >= BULK_INCIDENTS_MAX:
+            self._num_incidents = 0
+            self._back_off()
+
+    def bulk_done(self) -> None:
+        """A bulk operation has succeeded."""
+        self._num_incidents = 0
 
     def _back_off(self) -> None:
         delay_s = self._config.backoff_s * 2**self._num_failures
@@ -185,6 +229,7 @@ class StoreLink:
                 channel.abort()
             raise
         self._session = _Session(channel, opened)
+        self._holding = asyncio.create_task(_hold(channel), name=f"hold {self.node_id}")
         if self._closed:
             self._drop_session()
         return None
@@ -193,6 +238,8 @@ class StoreLink:
         if self._session is not None:
             self._session.channel.abort()
             self._session = None
+        if self._holding is not None:
+            self._holding.cancel()
 
     async def close(self) -> None:
         """Close the channel in order; idempotent."""
@@ -201,8 +248,8 @@ class StoreLink:
         self.abort()
         if session is not None:
             await session.channel.close()
-        if connecting is not None:
-            await asyncio.gather(connecting, return_exceptions=True)
+        waiting = [task for task in (connecting, self._holding) if task is not None]
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def abort(self) -> None:
         """Drop the channel at once; calls in flight fail."""
@@ -210,6 +257,17 @@ class StoreLink:
         if self._connecting is not None:
             self._connecting.cancel()
         self._drop_session()
+
+
+async def _hold(channel: Channel) -> None:
+    """Let the node notice when this process is gone: it gives up then what we were writing."""
+    stream = channel.stream(HoldSession(), StoreDone, deadline_s=_now_s() + SESSION_S_MAX)
+    try:
+        async with aclosing(stream) as items:  # type: ignore[type-var]
+            async for _ in items:
+                pass
+    except TransferError:
+        return  # the next call finds out what is wrong with the channel
 
 
 def _now_s() -> float:

@@ -1,15 +1,16 @@
-"""One ``get``: acquire, read into place, verify, release; again while it waits for pages.
+"""One ``get``: acquire, read into place, verify, release; from the next replica what has failed.
 
 Owns the life of a single call. Nodes are worked on in parallel; on each, pages become usable batch
 by batch. A page ends with exactly one outcome::
 
-    acquire ──record is of other tokens──▶ CORRUPT (nothing is read)
-       │ └──not ready──▶ wait (long poll, then placed anew) ──deadline──▶ ABSENT
-       ▼
-    read ──broken──▶ FAILED          lease too short for the rest ──▶ acquire again
-       ▼
-    hash ──mismatch──▶ CORRUPT (reported; the node checks and drops it)
-       └──▶ READ
+    ask ranks   acquire ──not there, other tokens, unreachable──▶ next in rank ──none left──▶ wait
+                   ▼                                                                          │
+                read ──broken──▶ again, at once; then next in rank                            │
+                   ▼                                                                          │
+                hash ──mismatch──▶ reported (the node checks and drops it), next in rank      │
+                   └──▶ READ                                                                  │
+    wait        long poll at the node where the page will be put, a while, then ask again ◀───┘
+                   └──no time left, or not waiting──▶ CORRUPT, FAILED or ABSENT: the worst seen
 
 When cancelled, reads in flight end before the call does, and leases are released in the background.
 """
@@ -18,33 +19,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from kvstore.checksum import PageBytes, checksums
+from kvstore.client.all_of import all_of
 from kvstore.client.link import StoreLink
-from kvstore.client.links import ClientParts
-from kvstore.messages import (
-    AcquirePages,
-    LeasedPage,
-    PageGrant,
-    PagesAcquired,
-    ReleasePages,
-    StoreDone,
-)
-from kvstore.page import PageKey
+from kvstore.client.links import ClientParts, Course
+from kvstore.client.pulling import Pull
 from kvstore.store import GetOutcome, GetPage, GetResult, TransferCount
-from kvstore.verify import believable
 from transfer.errors import DeadlineExceeded, TransferError
-from transfer.interface import Range, Region
+from transfer.interface import Region
 
 OnPage = Callable[[int, GetOutcome], None]
 POLL_MARGIN_S = 0.1  # a long poll ends this long before its caller's deadline, at the latest
-LEASE_RESERVE = 0.25  # no batch starts in the last quarter of a lease
 
-
-class _Granted(NamedTuple):
-    position: int
-    page: LeasedPage
+_WORSE = {GetOutcome.ABSENT: 0, GetOutcome.FAILED: 1, GetOutcome.CORRUPT: 2}
 
 
 class PageReader:
@@ -61,143 +48,114 @@ class PageReader:
         on_page: OnPage | None,
     ) -> None:
         self._parts = parts
-        self._pages = pages
+        self._links = parts.links
         self._keys = [page.identity.key for page in pages]
-        self._into = into
         self._deadline_s = deadline_s
         self._wait = wait
         self._on_page = on_page
         self._outcomes: dict[int, GetOutcome] = {}
-        self._num_moved = 0
+        self._worst: dict[int, GetOutcome] = {}
+        self._pull = Pull(
+            parts, pages, into=into, deadline_s=deadline_s, read=self._read, spoiled=self._note
+        )
 
     async def run(self) -> GetResult:
-        todo: list[int] = list(range(len(self._pages)))
-        while todo and not self._late():
-            groups = self._parts.links.group(self._keys, todo)
-            if not groups:
+        todo: list[int] = list(range(len(self._keys)))
+        ask_ranks = not self._wait or self._links.num_answers > 1
+        while todo and not self._late() and self._links.present:
+            if ask_ranks:
+                await self._ask_ranks(todo)
+                todo = self._unfinished(todo)
+                if not self._wait:
+                    break
+                todo = self._give_up_hopeless(todo)
+            if self._closing():
                 break
-            async with asyncio.TaskGroup() as tasks:
-                for link, indexes in groups:
-                    tasks.create_task(self._pull(link, indexes))
+            polled = await self._poll(todo)
             todo = self._unfinished(todo)
-            if not self._wait or self._closing():
-                break
-        self._finish_all(todo, GetOutcome.ABSENT)
-        moved = TransferCount(self._num_moved, self._num_moved * self._parts.spec.page_nbytes)
-        return GetResult([self._outcomes[i] for i in range(len(self._pages))], moved)
-
-    async def _pull(self, link: StoreLink, todo: list[int]) -> None:
-        """Read what one node has of ``todo``, until all is read, time is up or nodes changed."""
-        epoch = self._parts.links.epoch
-        while todo and not self._late() and epoch == self._parts.links.epoch:
-            try:
-                lapsed = await self._pull_once(link, todo)
-            except TransferError as error:
-                if not self._wait or epoch == self._parts.links.epoch:  # else: place them anew
-                    self._finish_all(self._unfinished(todo), self._verdict(error))
-                return
-            todo = self._unfinished(todo) if self._wait and not self._closing() else lapsed
-
-    async def _pull_once(self, link: StoreLink, todo: list[int]) -> list[int]:
-        """Acquire once and read what is ready; returns pages whose lease grew too short."""
-        remaining_s = self._deadline_s - _now_s()
-        wait_s = min(self._parts.config.poll_s, remaining_s) if self._wait else 0.0
-        by_key: dict[PageKey, list[int]] = {}
+            ask_ranks = not polled or bool(self._worst) or self._links.num_answers > 1
         for i in todo:
-            by_key.setdefault(self._keys[i], []).append(i)
-        request = AcquirePages(keys=tuple(by_key), wait_s=wait_s)
-        reply = await link.call(request, PagesAcquired, deadline_s=self._deadline_s, wait_s=wait_s)
-        if not reply.pages:
-            return []
-        corrupt: list[PageGrant] = []
+            self._finish(i, self._worst.get(i, GetOutcome.ABSENT))
+        num_moved = self._pull.num_moved
+        moved = TransferCount(num_moved, num_moved * self._parts.spec.page_nbytes)
+        return GetResult([self._outcomes[i] for i in range(len(self._keys))], moved)
+
+    # ---- asking every rank, without waiting
+
+    async def _ask_ranks(self, todo: list[int]) -> None:
+        course = self._links.reading(self._keys, spread=True)
+        asked: set[int] = set()
+        left = todo
+        while left and not self._late() and (groups := course.groups(left)):
+            asked.update(i for group in groups for i in group.indexes)
+            await all_of([self._visit(link, indexes, course) for link, indexes in groups])
+            left = self._unfinished(left)
+
+        self._note([i for i in todo if i not in asked], GetOutcome.FAILED)
+
+    async def _visit(self, link: StoreLink, indexes: list[int], course: Course) -> None:
+        todo = indexes
         try:
-            granted = self._believed(reply, by_key)
-            return await self._read(link, reply, granted, corrupt)
-        finally:
-            self._parts.background.spawn(
-                release(self._parts, link, reply, tuple(corrupt)), f"release at {link.node_id}"
-            )
-
-    def _believed(self, reply: PagesAcquired, by_key: dict[PageKey, list[int]]) -> list[_Granted]:
-        """The granted pages whose records are what the caller expects, in the caller's order."""
-        granted = []
-        for page in reply.pages:
-            for i in by_key.pop(page.record.key, ()):  # each key once, whatever the node says
-                if believable(page.record, self._pages[i].identity, self._parts.spec):
-                    granted.append(_Granted(i, page))
-                else:
-                    self._parts.counters["collisions"] += 1
-                    self._finish(i, GetOutcome.CORRUPT)
-        return sorted(granted, key=lambda grant: grant.position)
-
-    async def _read(
-        self,
-        link: StoreLink,
-        reply: PagesAcquired,
-        granted: list[_Granted],
-        corrupt: list[PageGrant],
-    ) -> list[int]:
-        token = link.tokens(reply.incarnation).read_token
-        end_s = _now_s() + reply.lease_s
-        last_start_s = end_s - reply.lease_s * LEASE_RESERVE
-        gate = asyncio.Semaphore(self._parts.config.num_batches)
-        lapsed: list[int] = []
-
-        async def read(batch: list[_Granted]) -> None:
-            async with gate:
-                if _now_s() < last_start_s:
-                    await self._read_batch(link, token, batch, end_s, corrupt)
-                else:
-                    lapsed.extend(grant.position for grant in batch)
-
-        size = self._parts.num_pages_per_batch
-        async with asyncio.TaskGroup() as tasks:
-            for start in range(0, len(granted), size):
-                tasks.create_task(read(granted[start : start + size]))
-        return lapsed
-
-    async def _read_batch(
-        self,
-        link: StoreLink,
-        token: bytes,
-        batch: list[_Granted],
-        end_s: float,
-        corrupt: list[PageGrant],
-    ) -> None:
-        nbytes = self._parts.spec.page_nbytes
-        targets = [self._pages[grant.position] for grant in batch]
-        ranges = [
-            Range(grant.page.offset, target.local_offset, nbytes)
-            for grant, target in zip(batch, targets, strict=True)
-        ]
-        started_s = _now_s()
-        limit_s = min(end_s, self._deadline_s)
-        try:
-            await self._parts.transfer.read(token, ranges, into=self._into, deadline_s=limit_s)
+            while todo and not self._late():
+                todo = await self._pull.once(link, todo, wait_s=0.0)
         except TransferError as error:
-            link.judge(error, waited_s=_now_s() - started_s)
-            self._finish_all([grant.position for grant in batch], self._verdict(error))
+            left = self._unfinished(indexes)
+            self._note(left, self._verdict(error))
+            course.unreachable(left)
             return
-        self._num_moved += len(batch)
-        view = self._into.view
-        sums = await checksums(
-            [
-                PageBytes(
-                    self._parts.spec,
-                    view[target.local_offset : target.local_offset + nbytes],
-                    target.identity.num_tokens,
-                )
-                for target in targets
-            ]
-        )
-        for grant, digest in zip(batch, sums, strict=True):
-            if digest == grant.page.record.checksum:
-                self._finish(grant.position, GetOutcome.READ)
+        left = self._unfinished(indexes)
+        for i in left:
+            self._links.hot.forget(self._keys[i])
+        course.answered(left)
+
+    # ---- waiting
+
+    async def _poll(self, todo: list[int]) -> bool:
+        """Wait for pages where they will be put, for one poll's time; False when a node failed."""
+        groups = self._links.writing(self._keys).groups(todo)
+        until_s = min(_now_s() + self._parts.config.poll_s, self._deadline_s)
+        async with asyncio.TaskGroup() as tasks:
+            polls = [tasks.create_task(self._poll_at(g.link, g.indexes, until_s)) for g in groups]
+        polled = {i for group in groups for i in group.indexes}
+        self._note([i for i in todo if i not in polled], GetOutcome.FAILED)
+        return len(polled) == len(todo) and all(poll.result() for poll in polls)
+
+    async def _poll_at(self, link: StoreLink, todo: list[int], until_s: float) -> bool:
+        epoch = self._links.epoch
+        try:
+            while todo and epoch == self._links.epoch and (wait_s := until_s - _now_s()) > 0:
+                await self._pull.once(link, todo, wait_s=wait_s)
+                todo = [i for i in self._unfinished(todo) if i not in self._worst]
+        except TransferError as error:
+            if epoch == self._links.epoch:
+                self._note(self._unfinished(todo), self._verdict(error))
+            return False
+        return True
+
+    def _give_up_hopeless(self, todo: list[int]) -> list[int]:
+        """End pages that no replica can give, or that no node can be asked for."""
+        groups = self._links.writing(self._keys).groups(todo)
+        reachable = {i for group in groups for i in group.indexes}
+        left = []
+        for i in todo:
+            worst = self._worst.pop(i, GetOutcome.ABSENT)
+            hopeless = worst is GetOutcome.FAILED and i not in reachable
+            if hopeless or worst is GetOutcome.CORRUPT:
+                self._finish(i, worst)
             else:
-                corrupt.append(PageGrant(grant.page.record.key, grant.page.generation))
-                self._finish(grant.position, GetOutcome.CORRUPT)
+                left.append(i)
+        return left
 
     # ---- outcomes
+
+    def _read(self, index: int) -> None:
+        self._finish(index, GetOutcome.READ)
+
+    def _note(self, indexes: Sequence[int], outcome: GetOutcome) -> None:
+        """These pages did not come from one node."""
+        for i in indexes:
+            if _WORSE[outcome] > _WORSE[self._worst.get(i, GetOutcome.ABSENT)]:
+                self._worst[i] = outcome
 
     def _verdict(self, error: TransferError) -> GetOutcome:
         """ABSENT when the caller's own deadline ended the call, FAILED when the node did."""
@@ -211,10 +169,6 @@ class PageReader:
         if self._on_page is not None:
             self._on_page(index, outcome)
 
-    def _finish_all(self, indexes: Sequence[int], outcome: GetOutcome) -> None:
-        for index in indexes:
-            self._finish(index, outcome)
-
     def _unfinished(self, indexes: Sequence[int]) -> list[int]:
         return [index for index in indexes if index not in self._outcomes]
 
@@ -224,17 +178,6 @@ class PageReader:
 
     def _late(self) -> bool:
         return _now_s() >= self._deadline_s
-
-
-async def release(
-    parts: ClientParts, link: StoreLink, reply: PagesAcquired, corrupt: tuple[PageGrant, ...]
-) -> None:
-    """End a lease and report corrupt pages; if it cannot be done, the lease ends by itself."""
-    message = ReleasePages(incarnation=reply.incarnation, lease_id=reply.lease_id, corrupt=corrupt)
-    try:
-        await link.call(message, StoreDone, deadline_s=_now_s() + parts.config.op_timeout_s)
-    except TransferError:
-        parts.counters["lost_releases"] += 1
 
 
 def _now_s() -> float:

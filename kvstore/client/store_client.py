@@ -1,7 +1,7 @@
 """The distributed page store, as a node uses it: ``PageStore`` over all live store nodes.
 
-Owns one client's links, background work and counters; the calls themselves are ``PageReader`` and
-``PageWriter``. The network, transfer and membership objects belong to the caller.
+Owns one client's links, background work and counters; the calls themselves are ``PageMatcher``,
+``PageReader`` and ``PageWriter``. The network, transfer and membership objects are the caller's.
 
 Guarantees, beyond ``PageStore``: a call is bounded by its deadline; a node that does not answer is
 skipped for a back-off time; no exception of the world reaches the caller, only outcomes. Regions
@@ -15,14 +15,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvstore.client.background import Background
-from kvstore.client.link import StoreLink, check_count
+from kvstore.client.link import StoreLink
 from kvstore.client.links import ClientParts, StoreLinks
+from kvstore.client.matching import PageMatcher
 from kvstore.client.reading import PageReader
 from kvstore.client.writing import PageWriter
 from kvstore.config import StoreClientConfig
-from kvstore.messages import ClearStore, MatchPages, PageStates, ReadStats, StoreDone, StoreStats
+from kvstore.messages import ClearStore, ReadStats, StoreDone, StoreStats
 from kvstore.page import PageKey, PageSpec
-from kvstore.store import GetOutcome, GetPage, GetResult, PageState, PutPage, PutResult
+from kvstore.store import (
+    DEFAULT_POLICY,
+    GetOutcome,
+    GetPage,
+    GetResult,
+    PageState,
+    PutPage,
+    PutPolicy,
+    PutResult,
+)
 from transfer.channel import Hello, Network
 from transfer.errors import TransferError
 from transfer.identity import Identity, NodeId
@@ -48,7 +58,7 @@ class StoreClient:
         self.spec = spec
         self._counters: Counter[str] = Counter()
         config = config or StoreClientConfig()
-        self._links = StoreLinks(
+        self.links = StoreLinks(
             network=network,
             hello=Hello(identity=identity),
             config=config,
@@ -56,34 +66,25 @@ class StoreClient:
         )
         self._background = Background()
         self._parts = ClientParts(
-            spec, config, transfer, self._links, self._background, self._counters
+            spec, config, transfer, self.links, self._background, self._counters
         )
         self._closed = False
-        membership.subscribe(self._links.follow)
+        membership.subscribe(self.links.follow)
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
-        states = [PageState.ABSENT] * len(keys)
-
-        async def ask(link: StoreLink, indexes: list[int]) -> None:
-            message = MatchPages(tuple(keys[i] for i in indexes))
-            try:
-                reply = await link.call(message, PageStates, deadline_s=deadline_s)
-                check_count(reply.states, len(indexes))
-            except TransferError:
-                self._counters["broken_matches"] += 1
-                return
-            for i, state in zip(indexes, reply.states, strict=True):
-                states[i] = state
-
-        async with asyncio.TaskGroup() as tasks:
-            for link, indexes in self._links.group(keys, range(len(keys))):
-                tasks.create_task(ask(link, indexes))
-        return states
+        matcher = PageMatcher(self._parts, keys, deadline_s=deadline_s)
+        return await matcher.run()
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
-        result = await PageWriter(self._parts, pages, source=source, deadline_s=deadline_s).run()
+        writer = PageWriter(self._parts, pages, source=source, deadline_s=deadline_s, policy=policy)
+        result = await writer.run()
         self._counters["pages_pushed"] += result.moved.num_pages
         self._counters["bytes_pushed"] += result.moved.nbytes
         return result
@@ -116,17 +117,18 @@ class StoreClient:
                 return
             numbers[link.node_id] = reply.numbers
 
-        await asyncio.gather(*(ask(link) for link in self._links.all()))
+        await asyncio.gather(*(ask(link) for link in self.links.all()))
         return dict(sorted(numbers.items()))
 
-    async def clear(self, *, deadline_s: float) -> int:
-        """Make every node forget its ready pages; returns how many.
+    async def clear(self, *, deadline_s: float, namespace: bytes | None = None) -> int:
+        """Make every node forget its ready pages, or those of one namespace; returns how many.
 
         Raises:
             TransferError: a node could not be told; its pages may still be there.
         """
         calls = [
-            link.call(ClearStore(), StoreDone, deadline_s=deadline_s) for link in self._links.all()
+            link.call(ClearStore(namespace), StoreDone, deadline_s=deadline_s)
+            for link in self.links.all()
         ]
         done = await asyncio.gather(*calls, return_exceptions=True)
         count = 0
@@ -150,10 +152,10 @@ class StoreClient:
             return
         self._closed = True
         await self._background.close(CLOSE_S)
-        await self._links.close()
+        await self.links.close()
 
     def abort(self) -> None:
         """Drop everything at once; leases end by themselves. Idempotent."""
         self._closed = True
         self._background.abort()
-        self._links.abort()
+        self.links.abort()

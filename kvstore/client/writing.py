@@ -1,14 +1,19 @@
-"""One ``put``: reserve, write, commit; join pages that another writer is writing.
+"""One ``put``: reserve, write, commit, wait for the copies; join pages that others are writing.
 
 Owns the life of a single call. Every batch is reserved right before it is written, so that no
-reservation waits for the wire longer than one batch takes::
+reservation waits for the wire longer than one batch takes. A page goes to the first node of its
+ranking that can be reached::
 
     reserve ──present──▶ PRESENT       ──no room, other tokens──▶ REFUSED
        │ └──being written──▶ wait until settled ──ready──▶ PRESENT
        ▼ granted  ▲                          └──absent──┐
-    write         └─────────────────────────────────────┘  (the other failed: take over)
+    write         ├─────────────────────────────────────┘  (the other failed: take over)
+       │ └─broken─┤ given up, fenced; reserved anew, ``TRIES_MAX`` times in all
+       ▼          │
+    commit ─torn──┘
        ▼
-    commit ──▶ STORED              anything broken, torn or late ──▶ FAILED (reservation given up)
+    copies made (or not possible now) ──▶ STORED
+                  the node is lost, or broke too often ──▶ next in rank ──none──▶ FAILED
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.checksum import PageBytes, checksums
+from kvstore.checksum import INLINE_NBYTES_MAX, PageBytes, checksums, checksums_now
+from kvstore.client.all_of import all_of
+from kvstore.client.lease import Lease
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
 from kvstore.messages import (
@@ -36,11 +43,13 @@ from kvstore.messages import (
     WriteGrant,
 )
 from kvstore.page import PageKey
-from kvstore.store import PageState, PutOutcome, PutPage, PutResult, TransferCount
+from kvstore.replication.messages import AwaitCopies, CopiesAwaited
+from kvstore.store import PutOutcome, PutPage, PutPolicy, PutResult, TransferCount
 from transfer.errors import TransferError
 from transfer.interface import Range, Region
 
 POLL_MARGIN_S = 0.1  # no other try when less than this is left
+TRIES_MAX = 3  # of writing one batch to one node
 
 _OUTCOMES = {
     ReserveStatus.PRESENT: PutOutcome.PRESENT,
@@ -58,9 +67,16 @@ class PageWriter:
     """One call of ``StoreClient.put``."""
 
     def __init__(
-        self, parts: ClientParts, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        parts: ClientParts,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy,
     ) -> None:
         self._parts = parts
+        self._policy = policy
         self._pages = pages
         self._keys = [page.identity.key for page in pages]
         self._source = source
@@ -72,12 +88,7 @@ class PageWriter:
         first: dict[PageKey, int] = {}
         for i, key in enumerate(self._keys):
             first.setdefault(key, i)
-        async with asyncio.TaskGroup() as tasks:
-            for link, indexes in self._parts.links.group(self._keys, list(first.values())):
-                gate = asyncio.Semaphore(self._parts.config.num_batches)
-                size = self._parts.num_pages_per_batch
-                for start in range(0, len(indexes), size):
-                    tasks.create_task(self._push(link, indexes[start : start + size], gate))
+        await self._push_all(list(first.values()))
         outcomes = []
         for i, key in enumerate(self._keys):
             outcome = self._outcomes.get(first[key], PutOutcome.FAILED)
@@ -87,38 +98,74 @@ class PageWriter:
         moved = TransferCount(self._num_moved, self._num_moved * self._parts.spec.page_nbytes)
         return PutResult(outcomes, moved)
 
+    async def _push_all(self, todo: list[int]) -> None:
+        """Store all pages; those that a node could not take go to the next in rank."""
+        course = self._parts.links.writing(self._keys)
+        while todo and not self._late() and (groups := course.groups(todo)):
+            size = self._parts.num_pages_per_batch
+            pushes = []
+            for link, indexes in groups:
+                gate = asyncio.Semaphore(self._parts.config.num_batches)
+                for start in range(0, len(indexes), size):
+                    pushes.append(self._push(link, indexes[start : start + size], gate))
+            await all_of(pushes)
+            todo = [i for i in todo if i not in self._outcomes]
+            course.unreachable(todo)
+            if todo:
+                self._parts.counters["puts_moved_on"] += len(todo)
+
     async def _push(self, link: StoreLink, todo: list[int], gate: asyncio.Semaphore) -> None:
-        """Store one batch on one node; whatever has no outcome at the end has FAILED."""
+        """Store one batch on one node; what has no outcome at the end was not stored there."""
+        num_tries = 0
+        settled: dict[int, PutOutcome] = {}
         try:
-            while todo and _now_s() < self._deadline_s:
+            while todo and not self._late() and num_tries < TRIES_MAX:
                 async with gate:
-                    todo = await self._write_new(link, todo)
-                if todo:
-                    todo = await self._join(link, todo)
-                if self._deadline_s - _now_s() <= POLL_MARGIN_S:
-                    return
+                    written = await self._write_new(link, todo, settled)
+                todo = [i for i in todo if i not in settled]
+                num_tries += written.broken
+                if written.joined and not self._closing():
+                    await self._join(link, written.joined, settled)
+                    todo = [i for i in todo if i not in settled]
+                if todo and self._closing():
+                    break
+            await self._secure(link, settled)
         except TransferError:
             self._parts.counters["broken_puts"] += 1
 
-    async def _join(self, link: StoreLink, todo: list[int]) -> list[int]:
-        """Wait for other writers; returns the pages that are still not there."""
-        wait_s = max(0.0, min(self._parts.config.poll_s, self._deadline_s - _now_s()))
-        request = AwaitPages(keys=tuple(self._keys[i] for i in todo), wait_s=wait_s)
-        reply = await link.call(request, PageStates, deadline_s=self._deadline_s, wait_s=wait_s)
-        check_count(reply.states, len(todo))
-        left = []
-        for i, state in zip(todo, reply.states, strict=True):
-            if state is PageState.READY:
-                self._outcomes[i] = PutOutcome.PRESENT
-            else:
-                left.append(i)
-        return left
+    async def _secure(self, link: StoreLink, settled: dict[int, PutOutcome]) -> None:
+        """Wait until the pages survive the loss of ``link``'s node, as far as that can be had."""
+        held = [i for i, outcome in settled.items() if outcome is not PutOutcome.REFUSED]
+        links, config = self._parts.links, self._parts.config
+        if held and config.put_waits_for_replicas and links.replicas > 1:
+            wait_s = max(0.0, self._deadline_s - _now_s() - POLL_MARGIN_S)
+            request = AwaitCopies(keys=tuple(self._keys[i] for i in held), wait_s=wait_s)
+            reply = await link.call(
+                request, CopiesAwaited, deadline_s=self._deadline_s, wait_s=wait_s
+            )
+            check_count(reply.made, len(held))
+            self._parts.counters["puts_without_copies"] += reply.made.count(0)
+        self._outcomes.update(settled)
 
-    async def _write_new(self, link: StoreLink, todo: list[int]) -> list[int]:
-        """Reserve ``todo`` and write what was granted; returns what others are writing."""
+    async def _join(
+        self, link: StoreLink, joined: list[int], settled: dict[int, PutOutcome]
+    ) -> None:
+        """Wait for other writers for one poll's time."""
+        wait_s = max(0.0, min(self._parts.config.poll_s, self._deadline_s - _now_s()))
+        request = AwaitPages(keys=tuple(self._keys[i] for i in joined), wait_s=wait_s)
+        reply = await link.call(request, PageStates, deadline_s=self._deadline_s, wait_s=wait_s)
+        check_count(reply.states, len(joined))
+        for i, state in zip(joined, reply.states, strict=True):
+            if state.present:
+                settled[i] = PutOutcome.PRESENT
+
+    async def _write_new(
+        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome]
+    ) -> _Written:
+        """Reserve ``todo`` and write what was granted."""
         sent_s = _now_s()
         pages = tuple(self._pages[i].identity for i in todo)
-        request = ReservePages(spec=self._parts.spec, pages=pages)
+        request = ReservePages(spec=self._parts.spec, pages=pages, policy=self._policy)
         reply = await link.call(request, PagesReserved, deadline_s=self._deadline_s)
         check_count(reply.grants, len(todo))
         granted, joined = [], []
@@ -128,46 +175,74 @@ class PageWriter:
             elif grant.status is ReserveStatus.WRITING:
                 joined.append(i)
             else:
-                self._outcomes[i] = _OUTCOMES[grant.status]
+                settled[i] = _OUTCOMES[grant.status]
+        broken = False
         if granted:
-            await self._write(link, reply, granted, min(sent_s + reply.lease_s, self._deadline_s))
-        return joined
+            broken = not await self._write(link, reply, granted, sent_s, settled)
+        return _Written(joined, broken)
 
     async def _write(
-        self, link: StoreLink, reply: PagesReserved, granted: list[_Granted], limit_s: float
-    ) -> None:
-        """Write and commit; gives the reservations up in the background if it does not get there.
+        self,
+        link: StoreLink,
+        reply: PagesReserved,
+        granted: list[_Granted],
+        sent_s: float,
+        settled: dict[int, PutOutcome],
+    ) -> bool:
+        """Write and commit; False when the bytes did not get there whole.
 
-        An interrupted write may still have bytes on the wire: the node fences those slots.
+        Reservations that are not committed are given up: awaited when another try may follow, else
+        in the background. An interrupted write may still have bytes on the wire: the node fences
+        those slots.
         """
+        grants = tuple(PageGrant(self._keys[i], grant.generation) for i, grant in granted)
+        abort = AbortPages(incarnation=reply.incarnation, pages=grants, quiet=False)
         done = False
         try:
-            token = link.tokens(reply.incarnation).write_token
-            sums, error = await self._move(token, granted, limit_s)
-            if error is not None:
-                link.judge(error, waited_s=0.0)
-                raise error
-            self._num_moved += len(granted)
-            commits = tuple(
-                PageCommit(self._keys[i], grant.generation, digest)
-                for (i, grant), digest in zip(granted, sums, strict=True)
+            lease = Lease(
+                link,
+                self._parts.config,
+                incarnation=reply.incarnation,
+                sent_s=sent_s,
+                lease_s=reply.lease_s,
+                writes=grants,
             )
-            message = CommitPages(incarnation=reply.incarnation, pages=commits)
-            committed = await link.call(message, PagesCommitted, deadline_s=self._deadline_s)
-            check_count(committed.statuses, len(granted))
+            async with lease:
+                sums = await self._move(link, reply.incarnation, lease, granted)
+                if sums is None:
+                    await link.call(abort, StoreDone, deadline_s=self._deadline_s)
+                    done = True
+                    return False
+                self._num_moved += len(granted)
+                statuses = await self._commit(link, reply.incarnation, grants, sums)
             done = True
         finally:
             if not done:
-                self._give_up(link, reply, granted)
-        for (i, _), status in zip(granted, committed.statuses, strict=True):
-            ready = status is CommitStatus.READY
-            self._outcomes[i] = PutOutcome.STORED if ready else PutOutcome.FAILED
+                work = abort_pages(self._parts, link, abort)
+                self._parts.background.spawn(work, f"abort at {link.node_id}")
+        for (i, _), status in zip(granted, statuses, strict=True):
+            if status is CommitStatus.READY:
+                settled[i] = PutOutcome.STORED
             self._parts.counters[f"commit_{status}"] += 1
+        return all(status is CommitStatus.READY for status in statuses)
+
+    async def _commit(
+        self, link: StoreLink, incarnation: str, grants: Sequence[PageGrant], sums: list[bytes]
+    ) -> tuple[CommitStatus, ...]:
+        commits = tuple(
+            PageCommit(grant.key, grant.generation, digest)
+            for grant, digest in zip(grants, sums, strict=True)
+        )
+        message = CommitPages(incarnation=incarnation, pages=commits)
+        committed = await link.call(message, PagesCommitted, deadline_s=self._deadline_s)
+        check_count(committed.statuses, len(grants))
+        return committed.statuses
 
     async def _move(
-        self, token: bytes, granted: list[_Granted], limit_s: float
-    ) -> tuple[list[bytes], TransferError | None]:
-        """Write the pages while their checksums are computed."""
+        self, link: StoreLink, incarnation: str, lease: Lease, granted: list[_Granted]
+    ) -> list[bytes] | None:
+        """Write the pages while their checksums are computed; None when the write broke."""
+        token = link.tokens(incarnation).write_token
         nbytes = self._parts.spec.page_nbytes
         sources = [self._pages[i] for i, _ in granted]
         ranges = [
@@ -182,25 +257,41 @@ class PageWriter:
             )
             for page in sources
         ]
-
-        async def write() -> TransferError | None:
-            transfer = self._parts.transfer
-            try:
-                await transfer.write(token, ranges, source=self._source, deadline_s=limit_s)
-            except TransferError as error:
-                return error
-            return None
-
+        if len(blobs) * nbytes <= INLINE_NBYTES_MAX:  # not worth two tasks
+            sums = checksums_now(blobs)
+            return sums if await self._write_ranges(link, token, ranges, lease) else None
         async with asyncio.TaskGroup() as tasks:
             hashing = tasks.create_task(checksums(blobs))
-            writing = tasks.create_task(write())
-        return hashing.result(), writing.result()
+            writing = tasks.create_task(self._write_ranges(link, token, ranges, lease))
+        return hashing.result() if writing.result() else None
 
-    def _give_up(self, link: StoreLink, reply: PagesReserved, granted: list[_Granted]) -> None:
-        grants = tuple(PageGrant(self._keys[i], grant.generation) for i, grant in granted)
-        message = AbortPages(incarnation=reply.incarnation, pages=grants, quiet=False)
-        work = abort_pages(self._parts, link, message)
-        self._parts.background.spawn(work, f"abort at {link.node_id}")
+    async def _write_ranges(
+        self, link: StoreLink, token: bytes, ranges: list[Range], lease: Lease
+    ) -> bool:
+        started_s = _now_s()
+        try:
+            async with lease.hold():
+                await self._parts.transfer.write(
+                    token, ranges, source=self._source, deadline_s=self._deadline_s
+                )
+        except TransferError as error:
+            link.judge_bulk(error, started_s=started_s)
+            return False
+        link.bulk_done()
+        return True
+
+    def _closing(self) -> bool:
+        return self._deadline_s - _now_s() <= POLL_MARGIN_S
+
+    def _late(self) -> bool:
+        return _now_s() >= self._deadline_s
+
+
+class _Written(NamedTuple):
+    """Outcome of one try: pages that others are writing, and whether something broke."""
+
+    joined: list[int]
+    broken: bool
 
 
 async def abort_pages(parts: ClientParts, link: StoreLink, message: AbortPages) -> None:

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks.page_store``: kvferry's store and its rivals behind one interface."""

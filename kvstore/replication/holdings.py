@@ -1,0 +1,80 @@
+"""This node's own pages, as its replicator uses them.
+
+Owns the bridge between replication and the node it runs in. Pages are leased, reserved, committed
+and checked by the same messages that clients send, answered in place; the three questions that no
+client asks are the ``Holdings`` interface, which the directory implements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from kvstore.page import PageKey, PageSpec
+from kvstore.store import PutPolicy
+from transfer.channel import Caller, Service
+from transfer.identity import Identity
+from transfer.interface import Region
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class KeptAs(NamedTuple):
+    """What a copy of a page must be kept as."""
+
+    spec: PageSpec
+    policy: PutPolicy
+
+
+class Holdings(Protocol):
+    """The pages of one node."""
+
+    def scan(self, cursor: int, num_max: int) -> tuple[list[PageKey], int | None]:
+        """Up to ``num_max`` present pages from ``cursor`` on (0: from the start), and the next
+        cursor; None after the last. Pages present throughout a scan are seen; others may be."""
+        ...
+
+    def kept_as(self, key: PageKey) -> KeptAs | None:
+        """Geometry and policy of a present page."""
+        ...
+
+    def cool(self, keys: Sequence[PageKey]) -> int:
+        """Make these pages the first to be evicted; returns how many there were."""
+        ...
+
+
+class OwnNode:
+    """Asks the node that this replicator belongs to.
+
+    Args:
+        service: the node's handlers.
+        identity: the node's; its own requests carry it.
+        region: the segment's memory; copies arrive in it.
+    """
+
+    def __init__(
+        self, service: Service, holdings: Holdings, identity: Identity, region: Region
+    ) -> None:
+        self.holdings = holdings
+        self.identity = identity
+        self.region = region
+        self.read_token = region.export("r")
+        self._service = service
+
+    async def ask(self, message: msgspec.Struct, reply: type[R], *, deadline_s: float) -> R:
+        """Have ``message`` answered as if a client had sent it.
+
+        Raises:
+            RemoteFailed: as a client would see it.
+        """
+        handler = self._service.requests[type(message)]
+        answer = await handler(message, Caller(self.identity, deadline_s))
+        assert isinstance(answer, reply), (type(answer), reply)
+        return answer
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()

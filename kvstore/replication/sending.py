@@ -1,0 +1,216 @@
+"""Sends the copies that one node owes to one other node.
+
+Owns the tasks of one target: two, so that the next batch is leased while one is on its way, and so
+that fresh pages do not wait for a batch of repair. Decides nothing: what to send is the
+``CopyQueue``'s, which of it can be read is the own node's.
+
+A target that does not answer is parked: its copies stay queued, nobody waits for them, and it is
+asked again after its link's back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstore.client.link import StoreLink, check_count
+from kvstore.messages import (
+    AcquirePages,
+    LeasedPage,
+    OpenStore,
+    PageGrant,
+    PagesAcquired,
+    ReleasePages,
+    StoreDone,
+    StoreOpened,
+)
+from kvstore.page import PageKey
+from kvstore.replication.copy_queue import CopyQueue
+from kvstore.replication.holdings import KeptAs, OwnNode, now_s
+from kvstore.replication.messages import CopiesTaken, CopyStatus, TakeCopies
+from transfer.errors import RemoteFailed, TransferError
+from transfer.identity import NodeId
+
+log = logging.getLogger(__name__)
+
+BATCH_PAGES_MAX = 128
+BATCH_NBYTES = 8 << 20
+LEASE_SHARE = 0.75  # of a lease that a copy may take; the rest is for the goodbye
+RETRY_S = 0.5  # pause after a target has failed or refused
+OWN_TIMEOUT_S = 2.0
+
+_MADE = {CopyStatus.TAKEN, CopyStatus.PRESENT}
+_AGAIN = {CopyStatus.WRITING, CopyStatus.TORN, CopyStatus.BROKEN}
+
+
+class _Batch(NamedTuple):
+    """Pages of one geometry and policy, under one lease of the own node."""
+
+    kept_as: KeptAs
+    pages: tuple[LeasedPage, ...]
+
+
+class CopySender:
+    """The way of copies to one node.
+
+    Args:
+        sent: called when copies have arrived or were given up.
+        park: called with the target when it does not answer.
+    """
+
+    def __init__(
+        self,
+        link: StoreLink,
+        own: OwnNode,
+        queue: CopyQueue,
+        counters: Counter[str],
+        sent: Callable[[], None],
+        park: Callable[[NodeId], None],
+    ) -> None:
+        self.link = link
+        self._own = own
+        self._queue = queue
+        self._counters = counters
+        self._sent = sent
+        self._park = park
+        self._wake = [asyncio.Event(), asyncio.Event()]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.link.node_id
+
+    def wake(self) -> None:
+        """There is something to send."""
+        for event in self._wake:
+            event.set()
+        if not self._tasks:
+            for i, event in enumerate(self._wake):
+                work = self._run(event, fresh_first=i == 0)
+                name = f"{self._own.identity.node_id} copies to {self.node_id} {i}"
+                self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def _run(self, wake: asyncio.Event, *, fresh_first: bool) -> None:
+        while True:
+            await wake.wait()
+            keys = self._queue.take(self.node_id, BATCH_PAGES_MAX, fresh_first=fresh_first)
+            if not keys:
+                wake.clear()
+                continue
+            try:
+                await self._send(keys)
+            except TransferError as error:
+                await self._fail(error)
+            self._sent()
+
+    async def _fail(self, error: TransferError) -> None:
+        """The target does not answer, or takes nothing: wait for better times."""
+        self._counters["copies_interrupted"] += 1
+        self._park(self.node_id)
+        self._sent()
+        log.debug("copies to %s wait: %s", self.node_id, error)
+        answers = False
+        while not answers:
+            await asyncio.sleep(max(RETRY_S, self.link.backs_off_s))
+            answers = await self._answers()
+        self._queue.unpark(self.node_id)
+        self.wake()
+
+    async def _answers(self) -> bool:
+        try:
+            await self.link.call(OpenStore(), StoreOpened, deadline_s=now_s() + OWN_TIMEOUT_S)
+        except TransferError:
+            return False
+        return True
+
+    async def _send(self, keys: list[PageKey]) -> None:
+        """Send what is still here of ``keys``; what is not has been evicted and owed to nobody."""
+        limit = self._num_pages(keys)
+        self._queue.put_back(self.node_id, keys[limit:])
+        keys = keys[:limit]
+        started_s = now_s()
+        request = AcquirePages(keys=tuple(keys), touch=False)
+        leased = await self._own.ask(request, PagesAcquired, deadline_s=started_s + OWN_TIMEOUT_S)
+        corrupt: list[PageGrant] = []
+        try:
+            here = {page.record.key: page for page in leased.pages}
+            gone = [key for key in keys if key not in here]
+            self._counters["copies_gone"] += len(gone)
+            self._queue.settle(self.node_id, gone, made=False)
+            end_s = started_s + leased.lease_s * LEASE_SHARE
+            for batch in self._batches(here):
+                await self._send_batch(batch, end_s, corrupt)
+        finally:
+            if leased.pages:
+                await self._release(leased, tuple(corrupt))
+
+    def _num_pages(self, keys: list[PageKey]) -> int:
+        """How many of ``keys`` go with one message."""
+        nbytes = 0
+        for i, key in enumerate(keys):
+            kept_as = self._own.holdings.kept_as(key)
+            nbytes += 0 if kept_as is None else kept_as.spec.page_nbytes
+            if nbytes > BATCH_NBYTES:
+                return max(1, i)
+        return len(keys)
+
+    def _batches(self, here: dict[PageKey, LeasedPage]) -> list[_Batch]:
+        groups: dict[KeptAs, list[LeasedPage]] = {}
+        for key, page in here.items():
+            kept_as = self._own.holdings.kept_as(key)
+            if kept_as is not None:
+                groups.setdefault(kept_as, []).append(page)
+            else:  # gone since the lease was granted, so that it could not be kept as anything
+                self._queue.settle(self.node_id, [key], made=False)
+        return [_Batch(kept_as, tuple(pages)) for kept_as, pages in groups.items()]
+
+    async def _send_batch(self, batch: _Batch, end_s: float, corrupt: list[PageGrant]) -> None:
+        left_s = end_s - now_s()
+        message = TakeCopies(
+            spec=batch.kept_as.spec,
+            policy=batch.kept_as.policy,
+            read_token=self._own.read_token,
+            lease_s=left_s,
+            pages=batch.pages,
+        )
+        reply = await self.link.call(
+            message, CopiesTaken, deadline_s=end_s, wait_s=max(0.0, left_s)
+        )
+        check_count(reply.statuses, len(batch.pages))
+        for page, status in zip(batch.pages, reply.statuses, strict=True):
+            self._note(page, status)
+            if status is CopyStatus.TORN:
+                corrupt.append(PageGrant(page.record.key, page.generation))
+
+    def _note(self, page: LeasedPage, status: CopyStatus) -> None:
+        key = page.record.key
+        self._counters[f"copies_{status}"] += 1
+        if status in _AGAIN:
+            self._queue.retry(self.node_id, [key])
+            return
+        if status is CopyStatus.TAKEN:
+            self._counters["copied_nbytes"] += page.record.page_nbytes
+        self._queue.settle(self.node_id, [key], made=status in _MADE)
+
+    async def _release(self, leased: PagesAcquired, corrupt: tuple[PageGrant, ...]) -> None:
+        message = ReleasePages(
+            incarnation=leased.incarnation, lease_id=leased.lease_id, corrupt=corrupt
+        )
+        try:
+            await self._own.ask(message, StoreDone, deadline_s=now_s() + OWN_TIMEOUT_S)
+        except RemoteFailed:
+            self._counters["lost_releases"] += 1  # the node is closing
+
+    async def close(self) -> None:
+        self.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.link.close()
+
+    def abort(self) -> None:
+        """Stop at once; leases end by themselves."""
+        for task in self._tasks:
+            task.cancel()
+        self.link.abort()
