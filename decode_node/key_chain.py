@@ -33,6 +33,10 @@ class KeyChain:
         self._keys = list(keys)
 
     @property
+    def namespace(self) -> Namespace:
+        return self._namespace
+
+    @property
     def keys(self) -> Sequence[PageKey]:
         return self._keys
 

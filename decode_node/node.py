@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 from decode_node.config import DecodeConfig
@@ -42,16 +42,17 @@ from engine.request import (
     PrefillUpdate,
 )
 from engine.step import Runner
-from kvstore.event_feed import EventFeed
 from kvstore.events import (
     CacheCleared,
     ClearCache,
     GetStats,
     KvEventLog,
+    KvEventPublisher,
     StatsReply,
     WatchKvEvents,
 )
-from kvstore.store import PageStore
+from kvstore.keys import Namespace
+from kvstore.store import PageStore, PutPolicy
 from transfer.channel import Caller, Hello, Listener, Network, Service
 from transfer.errors import RemoteFailed
 from transfer.identity import Identity
@@ -69,6 +70,7 @@ class DecodeNode:
     ``network``, ``transfer``, ``store`` and ``membership`` are started and closed by the caller;
     the node leaves the membership when it closes. ``region`` is the page pool as ``store`` takes
     it, and is revoked by the node; by default a host pool is registered with ``transfer``.
+    ``wall_clock`` gives the time that KV events carry.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class DecodeNode:
         membership: Membership,
         runner: Runner,
         region: Region | None = None,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         self.identity = identity
         self._config = config
@@ -90,10 +93,10 @@ class DecodeNode:
         self._membership = membership
         self._runner = runner
         self._info = info = runner.info
-        self._log = KvEventLog()
-        self._feed = EventFeed(self._log)
+        self._wall_clock = wall_clock
+        self._events = KvEventPublisher(KvEventLog())
         self._allocator = PageAllocator(runner.pool.num_pages)
-        self._cache = PageCache(self._allocator, self._log)
+        self._cache = PageCache(self._allocator, self._events.log)
         self._holds = PageHolds(self._allocator, self._on_pages_released)
         self._scheduler = Scheduler(
             config, info, self._allocator, self._cache, self._holds, outlet=self
@@ -127,7 +130,7 @@ class DecodeNode:
             on_admitted=self._on_admitted,
             on_result=self._on_result,
             on_failed=self._on_engine_failed,
-            on_turn=self._feed.notify,
+            on_turn=self._events.flush,
         )
         self._arrivals = count()
         self._listener: Listener | None = None
@@ -142,12 +145,15 @@ class DecodeNode:
         contract = contract_of(self._info)
         hello = Hello(identity=self.identity, contract=contract)
         self._listener = await self._network.listen(self.service(), hello, self._config.bind)
+        events = self._events.open(
+            self._network, self.identity, bind=self._config.bind, wall_clock=self._wall_clock
+        )
         info = NodeInfo(
             identity=self.identity,
             address=self._listener.address,
             transport=self._transfer.transport,
             contract=contract,
-            labels=labels_of(self._runner),
+            labels={**labels_of(self._runner), **events},
         )
         await self._membership.join(info, self.status)
 
@@ -181,6 +187,7 @@ class DecodeNode:
         self._legs.abort()
         if self._listener is not None:
             await self._listener.close()
+        self._events.close()
         self._region.revoke()
 
     def abort(self) -> None:
@@ -190,6 +197,7 @@ class DecodeNode:
         self._fetcher.abort()
         self._write_back.abort()
         self._legs.abort()
+        self._events.close()
         self._region.revoke()
 
     # ---- what others read
@@ -229,7 +237,7 @@ class DecodeNode:
             "retracted": self._scheduler.num_retracted,
             "pages_evicted": self._cache.num_evicted,
             "early_news_dropped": self._early.num_dropped,
-            "event_resyncs": self._feed.num_resyncs,
+            **self._events.counters(),
             **self._legs.counters,
             **self._loop.counters,
             **{f"pull_{name}": n for name, n in self._fetcher.counters.items()},
@@ -247,7 +255,7 @@ class DecodeNode:
         service = Service()
         service.on_stream(DecodeRequest, self.decode)
         service.on(PrefillUpdate, self.prefill_update)
-        service.on_stream(WatchKvEvents, self._feed.watch)
+        service.on_stream(WatchKvEvents, self._events.watch)
         service.on(ClearCache, self.clear_cache)
         service.on(GetStats, self.get_stats)
         return service
@@ -285,8 +293,9 @@ class DecodeNode:
         return Ack(known=self._legs.update(message))
 
     async def clear_cache(self, message: ClearCache, caller: Caller) -> CacheCleared:
-        num_pages = self._scheduler.clear_cache()
-        self._feed.notify()
+        namespace = None if message.namespace is None else Namespace(message.namespace)
+        num_pages = self._scheduler.clear_cache(namespace)
+        self._events.flush()
         self._loop.wake()
         return CacheCleared(num_pages=num_pages)
 
@@ -300,7 +309,8 @@ class DecodeNode:
     # ---- PageOutlet: what the scheduler lets go of
 
     def write_back(self, seq: Sequence, pages: UnwrittenPages, *, final: bool) -> None:
-        ticket = self._write_back.submit(pages, seq.stats)
+        policy = PutPolicy(namespace=seq.chain.namespace)
+        ticket = self._write_back.submit(pages, seq.stats, policy)
         if final:
             self._legs.final_put(seq, ticket)
 

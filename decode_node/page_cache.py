@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from engine.page_allocator import PageAllocator
 from kvstore.events import KvEventLog
@@ -38,6 +38,7 @@ class _Cached:
     key: PageKey
     page_id: PageId
     parent: PageKey | None
+    namespace: bytes
     num_children: int = 0
     tick: int = 0  # of the last use
     lone: bool = False  # nobody but the cache holds it
@@ -114,17 +115,25 @@ class PageCache:
         """Return the page of a cached key with a new holder."""
         return self._use([self._pages[key]])[0]
 
-    def insert(self, key: PageKey, parent: PageKey | None, page_id: PageId) -> bool:
+    def insert(
+        self,
+        key: PageKey,
+        parent: PageKey | None,
+        page_id: PageId,
+        tokens: bytes,
+        namespace: bytes = b"",
+    ) -> bool:
         """Cache a full page that will not be written any more; True if it was taken.
 
-        The caller holds the page, and gives it back with ``release``.
+        The caller holds the page, and gives it back with ``release``. ``tokens`` are those of the
+        page, int32 little-endian; ``namespace`` is the root of its key chain.
 
         False when the key is cached already (the caller's page stays private to it), or when the
         parent is not cached.
         """
         if key in self._pages:
             return False
-        new = _Cached(key, page_id, parent)
+        new = _Cached(key, page_id, parent, namespace)
         chain = [new]
         if parent is not None:
             cached_parent = self._pages.get(parent)
@@ -135,7 +144,7 @@ class PageCache:
         self._allocator.retain([page_id])
         self._pages[key] = self._by_id[page_id] = new
         self._touch(chain)
-        self._log.record(stored=[key])
+        self._log.stored([key], parent=parent, tokens=tokens)
         return True
 
     def evict(self, count: int) -> int:
@@ -156,7 +165,7 @@ class PageCache:
                 self._remove(cached)
                 removed.append(cached.key)
         self.num_evicted += len(removed)
-        self._log.record(removed=removed)
+        self._log.removed(removed)
         return len(removed)
 
     def clear(self) -> int:
@@ -169,6 +178,18 @@ class PageCache:
         self._num_lone = 0
         self._log.clear()
         return count
+
+    def clear_namespace(self, namespace: bytes) -> int:
+        """Forget the pages of one namespace, as ``clear`` does; O(pages)."""
+        gone = [cached for cached in self._pages.values() if cached.namespace == namespace]
+        for cached in gone:
+            del self._pages[cached.key], self._by_id[cached.page_id]
+            self._num_lone -= cached.lone
+        self._heap = [entry for entry in self._heap if entry[1].namespace != namespace]
+        heapify(self._heap)
+        self._allocator.release([cached.page_id for cached in gone])
+        self._log.removed([cached.key for cached in reversed(gone)])
+        return len(gone)
 
     def _use(self, chain: Sequence[_Cached]) -> list[PageId]:
         """Add a holder to each page of ``chain``."""
@@ -216,9 +237,7 @@ class PageCache:
         assert self._num_lone == sum(c.lone for c in self._pages.values())
         assert len(self._by_id) == len(self._pages), "one page under two keys"
         assert all(self._by_id[c.page_id] is c for c in self._pages.values())
-        events = self._log.snapshot().events
-        held = {key for event in events for key in getattr(event, "keys", ())}
-        assert held == set(self._pages), "the event log differs from the cache"
+        assert set(self._log.held()) == set(self._pages), "the event log differs from the cache"
 
     def _check_heap(self) -> None:
         queued = [cached.key for _, cached in self._heap]

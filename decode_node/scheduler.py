@@ -35,6 +35,7 @@ from decode_node.sequence import ENDED, SeqState, Sequence
 from engine.page_allocator import PageAllocator
 from engine.request import ErrorCode, FinishReason, TokenOut
 from engine.step import ModelInfo, SeqStep
+from kvstore.keys import Namespace
 from kvstore.page import PageId, PageKey
 from kvstore.store import PageIdentity
 
@@ -193,12 +194,14 @@ class Scheduler:
         while seq.num_offered < seq.num_full_pages and self._rooted(seq, seq.num_offered):
             index = seq.num_offered
             key, parent = seq.chain.keys[index], seq.chain.parent_key(index)
-            own = seq.page_ids[index]
+            own, size = seq.page_ids[index], seq.info.spec.page_size
             if key in self._cache:
                 seq.page_ids[index] = self._cache.match_one(key)
                 self._cache.release([own])
             else:
-                self._cache.insert(key, parent, own)
+                tokens = seq.tokens[index * size : (index + 1) * size]
+                packed = tokens.astype("<i4", copy=False).tobytes()
+                self._cache.insert(key, parent, own, packed, seq.chain.namespace)
             seq.num_offered += 1
 
     def _rooted(self, seq: Sequence, index: int) -> bool:
@@ -347,9 +350,12 @@ class Scheduler:
             self._outlet.write_back(seq, seq.take_unwritten(tail=False), final=False)
         self._cache.release(seq.end(state, reason))
 
-    def clear_cache(self) -> int:
-        """Forget all cached pages; sequences keep theirs. Returns how many were forgotten."""
-        return self._cache.clear()
+    def clear_cache(self, namespace: Namespace | None = None) -> int:
+        """Forget all cached pages, or those of one namespace; sequences keep theirs.
+
+        Returns how many were forgotten.
+        """
+        return self._cache.clear() if namespace is None else self._cache.clear_namespace(namespace)
 
     def check(self) -> None:
         """Assert conservation: every reference to every page has its known holder; O(pages)."""

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from decode_node.page_holds import PageHolds
 from decode_node.sequence import SeqStats
 from kvstore.page import PageId, PageKey, PageSpec
-from kvstore.store import PageIdentity, PageStore, PutOutcome, PutPage
+from kvstore.store import (
+    DEFAULT_POLICY,
+    PageIdentity,
+    PageStore,
+    PutOutcome,
+    PutPage,
+    PutPolicy,
+)
 from transfer.interface import Region
 
 logger = logging.getLogger(__name__)
@@ -43,6 +50,7 @@ class _Item:
     identity: PageIdentity
     page_id: PageId
     stats: SeqStats
+    policy: PutPolicy
     tickets: list[Ticket]  # of the sequence that brought the page, and of those that joined
 
 
@@ -91,7 +99,12 @@ class WriteBack:
         """Pages queued and in flight."""
         return len(self._in_flight)
 
-    def submit(self, pages: Seq[tuple[PageIdentity, PageId]], stats: SeqStats) -> Ticket:
+    def submit(
+        self,
+        pages: Seq[tuple[PageIdentity, PageId]],
+        stats: SeqStats,
+        policy: PutPolicy = DEFAULT_POLICY,
+    ) -> Ticket:
         """Queue pages; takes a reference on each. Never waits, never fails.
 
         Returns the ticket of all pages of the sequence (of ``stats``) that are on their way, also
@@ -109,7 +122,7 @@ class WriteBack:
                 continue
             else:
                 self._holds.retain([page_id])
-                item = _Item(identity, page_id, stats, [ticket])
+                item = _Item(identity, page_id, stats, policy, [ticket])
                 self._in_flight[identity.key] = item
                 self._queue.append(item)
             ticket.num_left += 1
@@ -150,12 +163,20 @@ class WriteBack:
 
     async def _work(self) -> None:
         while self._queue:
-            count = min(len(self._queue), PUT_PAGES_MAX)
-            items = [self._queue.popleft() for _ in range(count)]
+            items = self._next_items()
             try:
                 await self._put(items)
             finally:
                 self._settle(items)
+
+    def _next_items(self) -> list[_Item]:
+        """Take the pages of the next put: those at the front that are to be kept alike."""
+        items = [self._queue.popleft()]
+        while self._queue and len(items) < PUT_PAGES_MAX:
+            if self._queue[0].policy != items[0].policy:
+                break
+            items.append(self._queue.popleft())
+        return items
 
     async def _put(self, items: Seq[_Item]) -> None:
         nbytes = self._spec.page_nbytes
@@ -163,6 +184,7 @@ class WriteBack:
             [PutPage(item.identity, item.page_id * nbytes) for item in items],
             source=self._region,
             deadline_s=asyncio.get_running_loop().time() + self._timeout_s,
+            policy=items[0].policy,
         )
         for item, outcome in zip(items, result.outcomes, strict=True):
             self.counters[outcome.value] += 1

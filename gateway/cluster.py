@@ -28,8 +28,8 @@ class ModelFacts(NamedTuple):
     max_model_len: int | None
     vocab_size: int | None
 
-    def namespace(self, salt: str | None) -> Namespace:
-        return namespace_of(self.fingerprint, self.spec, salt=salt)
+    def namespace(self, salt: str | None, adapter: str | None = None) -> Namespace:
+        return namespace_of(self.fingerprint, self.spec, adapter=adapter, salt=salt)
 
     def keys(
         self, tokens: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]], salt: str | None

@@ -18,6 +18,7 @@ from contextlib import aclosing
 import numpy as np
 
 from engine.request import GenerateRequest, RequestId, TokenOut
+from gateway.clearing import ClearedNode, clear_links, clear_stores
 from gateway.cluster import ModelFacts, model_facts
 from gateway.config import DispatcherConfig
 from gateway.errors import GatewayError, NoCapacity, TooManyRequests
@@ -182,6 +183,21 @@ class Dispatcher:
         return {
             role.value: self.placement.explain(role, query) for role in (Role.PREFILL, Role.DECODE)
         }
+
+    async def clear_caches(
+        self, namespace: bytes | None, *, deadline_s: float
+    ) -> list[ClearedNode]:
+        """Have every node forget its cached pages, or those of one namespace; see ``clearing``."""
+        links = self.placement.links
+        compute = [*links.of_role(Role.PREFILL), *links.of_role(Role.DECODE)]
+        told = await clear_links(compute, namespace, deadline_s=deadline_s)
+        return told + await clear_stores(
+            self._membership.view.with_role(Role.STORE, include_draining=True),
+            namespace,
+            network=self._network,
+            identity=self._identity,
+            deadline_s=deadline_s,
+        )
 
     def _begin(
         self,

@@ -10,6 +10,7 @@
     ├── BodyTooLarge         413     invalid_request_error  body_too_large
     ├── TooManyRequests      429     rate_limit_error       overloaded         + Retry-After
     ├── GenerationFailed     500     server_error           generation_failed
+    ├── Incomplete           502     server_error           incomplete
     ├── NoCapacity           503     server_error           no_capacity        + Retry-After
     └── TimedOut             504     server_error           timeout
 
@@ -103,6 +104,13 @@ class GenerationFailed(GatewayError):
     """Every allowed attempt failed."""
 
     default_code = "generation_failed"
+
+
+class Incomplete(GatewayError):
+    """An order of the operator did not reach every node."""
+
+    status = 502
+    default_code = "incomplete"
 
 
 class NoCapacity(GatewayError):

@@ -22,8 +22,9 @@ import logging
 from collections.abc import Callable
 
 from gateway.config import DispatcherConfig
-from gateway.events import watch_kv_events
+from gateway.events import KvEventFollower
 from gateway.prefix_index import PrefixIndex
+from kvstore.events import EventCounters
 from transfer.channel import Channel, Hello, Network
 from transfer.errors import TransferError
 from transfer.identity import Identity, NodeId, Role
@@ -45,6 +46,7 @@ class Link:
         identity: Identity,
         network: Network,
         index: PrefixIndex,
+        counters: EventCounters,
         config: DispatcherConfig,
         on_change: Callable[[], None],
     ) -> None:
@@ -54,6 +56,7 @@ class Link:
         self._identity = identity
         self._network = network
         self._index = index
+        self._counters = counters
         self._config = config
         self._on_change = on_change
         self._channel: Channel | None = None
@@ -82,6 +85,10 @@ class Link:
         """False when the task of this link ended though nobody closed it."""
         return not self._task.done()
 
+    def stop(self) -> None:
+        """Do nothing more; ``close`` waits for it."""
+        self._task.cancel()
+
     async def close(self) -> None:
         """Close the channel and stop; idempotent."""
         self._task.cancel()
@@ -105,7 +112,7 @@ class Link:
                 self.last_error = ""
                 self._on_change()
                 pause_s = self._config.reconnect_min_s
-                await watch_kv_events(self._channel, self._index, self.name, self._config.watch_s)
+                await self._follow(self._channel)
             except TransferError as error:
                 self.last_error = f"{type(error).__name__}: {error}"
                 logger.info("link to %s: %s; again in %.2f s", self.name, self.last_error, pause_s)
@@ -113,6 +120,18 @@ class Link:
             self._on_change()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self._config.reconnect_max_s)
+
+    async def _follow(self, channel: Channel) -> None:
+        """Keep the index in step with the node until the channel closes; then raise."""
+        follower = KvEventFollower(
+            channel,
+            self._network,
+            self.member.info.labels,
+            index=self._index,
+            counters=self._counters,
+            watch_s=self._config.watch_s,
+        )
+        await follower.run()
 
     async def _connect(self) -> Channel:
         hello = Hello(identity=self._identity, contract=self.member.info.contract)
@@ -153,6 +172,7 @@ class Links:
         self._config = config
         self._on_change = on_change
         self._on_gone = on_gone
+        self.event_counters = EventCounters()
         self._links: dict[NodeId, Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -175,6 +195,7 @@ class Links:
                     identity=self._identity,
                     network=self._network,
                     index=self._index,
+                    counters=self.event_counters,
                     config=self._config,
                     on_change=self._on_change,
                 )
@@ -211,6 +232,7 @@ class Links:
 
     def _remove(self, node_id: NodeId) -> None:
         link = self._links.pop(node_id)
+        link.stop()  # before the index forgets the node: nothing brings it back
         self._index.remove(node_id)
         self._on_gone(link.role, node_id)
         task = asyncio.get_running_loop().create_task(link.close(), name=f"close {node_id}")

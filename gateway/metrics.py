@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.dispatch import Dispatcher
+from gateway.store_metrics import store_families
 from transfer.identity import Role
 from transfer.membership import Membership
 
@@ -36,6 +37,17 @@ _COUNTERS = {
     "cached_tokens_expected": ("cached_tokens_expected", "Local hits that routing expected."),
 }
 
+# Of the streams of all nodes; the names are those of ``kvstore.events.EventCounters``.
+_EVENT_COUNTERS = {
+    "batches": "Batches of KV events applied.",
+    "gaps": "Gaps in KV event streams.",
+    "restarts": "Publishers of KV events that began anew.",
+    "replayed": "Batches that were asked for again.",
+    "snapshots": "Contents of caches that were fetched whole.",
+    "repeats": "Batches that came twice.",
+    "unanswered": "Requests for batches that were not answered.",
+    "invalid": "Messages that are no KV events.",
+}
 
 # Of every node, from its heartbeats; the names are those of ``transfer.counters``. Descriptors per
 # request are ranges_sent over operations.
@@ -77,6 +89,7 @@ class _Scrape(Collector):
         )
         yield from self._cluster()
         yield from self._transfers()
+        yield from store_families(self._membership.view)
 
     def _cluster(self) -> Iterator[Metric]:
         nodes = GaugeMetricFamily(
@@ -94,11 +107,12 @@ class _Scrape(Collector):
             "kvferry_index_pages", "Entries of the prefix index.", value=index.num_entries
         )
         yield CounterMetricFamily(
-            "kvferry_index_gaps", "Gaps in KV event streams.", value=index.num_gaps
-        )
-        yield CounterMetricFamily(
             "kvferry_index_evicted", "Index entries dropped at the cap.", value=index.num_evicted
         )
+        counters = placement.links.event_counters
+        for name, text in _EVENT_COUNTERS.items():
+            value = getattr(counters, f"num_{name}")
+            yield CounterMetricFamily(f"kvferry_event_{name}", text, value=value)
 
     def _transfers(self) -> Iterator[Metric]:
         for name, text in _TRANSFER_COUNTERS.items():

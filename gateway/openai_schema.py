@@ -149,6 +149,19 @@ class ExplainBody(_Strict):
     add_special_tokens: bool = True
 
 
+class ClearBody(_Strict):
+    """``POST /admin/cache/clear``: which namespace, by name or by what makes it; or all.
+
+    ``salt`` is the ``cache_salt`` of requests.
+    """
+
+    namespace: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    model: str | None = None
+    salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    adapter: str | None = Field(default=None, min_length=1, max_length=1024)
+    all: bool = False
+
+
 def parse_body(raw: bytes, body_type: type[B]) -> B:
     """Return ``raw`` as ``body_type``; ``null`` means absent.
 

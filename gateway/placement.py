@@ -53,7 +53,7 @@ class Placement:
         A status that an earlier view had is no report: load of ours that began or ended since
         then would be taken for others'.
         """
-        self.has_store = bool(view.with_role(Role.STORE))
+        self.has_store = view.has_store
         self.links.follow(view)
         before, self._reported = self._reported, {m.node_id: m.status for m in view.members}
         for member in view.members:

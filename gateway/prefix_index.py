@@ -1,15 +1,15 @@
 """Which node holds which pages, as far as the gateway knows.
 
-Owns the map node → held page keys, fed by KV event batches (``kvstore/events.py``), plus the
-pages that are *expected* on a node because a prefill of them was dispatched there. Sans-I/O; knows
-no scores and no channels.
+Owns the map node → held page keys, fed by KV events (``kvstore/events``), plus the pages that are
+*expected* on a node because a prefill of them was dispatched there. Sans-I/O; knows no scores, no
+channels and no sequence numbers: ``KvEventConsumer`` sees to it that events arrive in order.
 
 ::
 
-            first batch must be a snapshot              seq + 1
-    absent ────────────────────────────────▶ in sync ◀─────────┐
-       ▲                                        │  └───────────┘
-       └──────── gap: entries dropped ──────────┘       seq <= last: ignored, counted
+            replace (a snapshot)              apply (events)
+    absent ──────────────────────▶ in sync ◀────────────────┐
+       ▲                             │  └───────────────────┘
+       └──── unsync: entries dropped ┘
 
 Invariants: the number of held entries never exceeds ``pages_max`` (the oldest of the largest node
 go first); a removed node leaves nothing behind; recency is stamped so that a page of a prompt is
@@ -21,20 +21,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from kvstore.events import AllPagesCleared, KvEvent, KvEventBatch, PagesStored
+from kvstore.events import AllPagesCleared, KvEvent, PagesStored
 from kvstore.page import PageKey
 from transfer.identity import NodeId
 
 
 class _Held:
-    """Keys of one node, oldest first, and the sequence number they are valid at."""
+    """Keys of one node, oldest first."""
 
-    __slots__ = ("expected", "keys", "seq")
+    __slots__ = ("expected", "in_sync", "keys")
 
     def __init__(self) -> None:
         self.keys: dict[PageKey, None] = {}
         self.expected: dict[PageKey, int] = {}
-        self.seq: int | None = None
+        self.in_sync = False
 
 
 class PrefixIndex:
@@ -45,8 +45,6 @@ class PrefixIndex:
         self._pages_max = pages_max
         self._nodes: dict[NodeId, _Held] = {}
         self._num_entries = 0
-        self.num_gaps = 0
-        self.num_repeats = 0
         self.num_evicted = 0
 
     @property
@@ -67,33 +65,33 @@ class PrefixIndex:
         return len(held.expected) if held else 0
 
     def in_sync(self, node: NodeId) -> bool:
+        """Events of ``node`` are being applied."""
         held = self._nodes.get(node)
-        return held is not None and held.seq is not None
+        return held is not None and held.in_sync
 
-    def apply(self, node: NodeId, batch: KvEventBatch) -> bool:
-        """Apply ``batch``; False on a gap: the node's entries are dropped, subscribe again."""
+    def replace(self, node: NodeId, keys: Sequence[PageKey]) -> None:
+        """``node`` holds exactly ``keys``."""
         held = self._nodes.setdefault(node, _Held())
-        if batch.snapshot:
-            self._drop_keys(held)
-        elif held.seq is None or batch.seq > held.seq + 1:
-            self.num_gaps += 1
-            self.unsync(node)
-            return False
-        elif batch.seq <= held.seq:
-            self.num_repeats += 1
-            return True
-        held.seq = batch.seq
-        for event in batch.events:
+        self._drop_keys(held)
+        held.in_sync = True
+        self._apply_event(held, PagesStored(keys))
+        self._enforce_cap()
+
+    def apply(self, node: NodeId, events: Sequence[KvEvent]) -> None:
+        """Apply what happened on ``node``; does nothing unless it is in sync."""
+        held = self._nodes.get(node)
+        if held is None or not held.in_sync:
+            return
+        for event in events:
             self._apply_event(held, event)
         self._enforce_cap()
-        return True
 
     def unsync(self, node: NodeId) -> None:
-        """Drop what ``node`` was said to hold; the next batch must be a snapshot."""
+        """Drop what ``node`` was said to hold, until the next ``replace``."""
         held = self._nodes.get(node)
         if held is not None:
             self._drop_keys(held)
-            held.seq = None
+            held.in_sync = False
 
     def remove(self, node: NodeId) -> None:
         """Forget ``node`` altogether."""

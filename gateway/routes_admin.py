@@ -1,20 +1,24 @@
-"""Admin routes: the cluster as the gateway sees it, and why a prompt would go where.
+"""Admin routes: the cluster as the gateway sees it, why a prompt would go where, clearing caches.
 
 Owns the access rule: loopback peers, or whoever presents the admin token. Knows no HTTP of others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from gateway.admission import chat_tokens, check_token_ids, encode_text
+from gateway.admission import chat_tokens, check_model, check_token_ids, encode_text
 from gateway.body import read_body
-from gateway.errors import Forbidden, InvalidRequest
-from gateway.openai_schema import ExplainBody, parse_body
+from gateway.clearing import CLEAR_S
+from gateway.errors import Forbidden, Incomplete, InvalidRequest, NoCapacity, error_object
+from gateway.openai_schema import ClearBody, ExplainBody, parse_body
 from gateway.responses import json_response
 from gateway.routes_openai import gateway_of
 from gateway.serving import Gateway
@@ -39,6 +43,8 @@ def _is_loopback(host: str) -> bool:
     except ValueError:
         return False
 
+
+_CLEARED = (Role.PREFILL, Role.DECODE, Role.STORE)
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)])
 
@@ -68,6 +74,56 @@ async def explain(request: Request) -> Response:
     ranking = await gateway.dispatcher.explain(tokens, body.cache_salt)
     candidates = {role: [c._asdict() for c in found] for role, found in ranking.items()}
     return json_response(request, {"num_tokens": len(tokens), "candidates": candidates})
+
+
+@router.post("/cache/clear")
+async def clear_cache(request: Request) -> Response:
+    gateway = gateway_of(request)
+    namespace = _namespace(gateway, await _clear_body(request))
+    deadline_s = asyncio.get_running_loop().time() + CLEAR_S
+    nodes = await gateway.dispatcher.clear_caches(namespace, deadline_s=deadline_s)
+    report = {
+        "namespace": None if namespace is None else namespace.hex(),
+        "pages": {role: sum(n.num_pages for n in nodes if n.role == role) for role in _CLEARED},
+        "nodes": [node._asdict() for node in nodes],
+    }
+    failed = [node.node_id for node in nodes if node.error is not None]
+    if not failed:
+        return json_response(request, report)
+    error = Incomplete(f"not cleared everywhere: {', '.join(failed)}; see nodes, and try again")
+    return json_response(request, error_object(error) | report, error.status)
+
+
+async def _clear_body(request: Request) -> ClearBody:
+    """The order: a JSON object, or without a body the query."""
+    raw = await read_body(request, gateway_of(request).config.max_body_nbytes)
+    if raw:
+        return parse_body(raw, ClearBody)
+    query: dict[str, Any] = dict(request.query_params)
+    if query.get("all") in ("true", "false"):
+        query["all"] = query["all"] == "true"
+    return parse_body(msgspec.json.encode(query), ClearBody)
+
+
+def _namespace(gateway: Gateway, body: ClearBody) -> bytes | None:
+    """Which namespace is to be cleared; None: all."""
+    parts = (body.model, body.salt, body.adapter)
+    by_parts = any(part is not None for part in parts)
+    if (body.namespace is not None) + by_parts + body.all != 1:
+        raise InvalidRequest(
+            "give one of: namespace (64 hex digits); model, salt and adapter; all=true",
+            param="namespace",
+        )
+    if body.namespace is not None:
+        return bytes.fromhex(body.namespace)
+    if body.all:
+        return None
+    if body.model is not None:
+        check_model(body.model, gateway.served_names)
+    facts = gateway.dispatcher.facts
+    if facts is None:
+        raise NoCapacity("no node has stated its model yet: give the namespace in hex")
+    return facts.namespace(body.salt, body.adapter)
 
 
 async def _tokens(gateway: Gateway, body: ExplainBody) -> list[int]:

@@ -59,6 +59,6 @@ def degraded(gateway: Gateway) -> list[str]:
                 found.append(f"{link.name} is not reachable: {link.last_error or 'connecting'}")
             elif link.member.status.draining:
                 found.append(f"{link.name} is draining")
-    if not gateway.membership.view.with_role(Role.STORE):
+    if not gateway.membership.view.has_store:
         found.append("no store node: pages cannot move, prompts are computed where they are needed")
     return found

@@ -22,7 +22,6 @@ from kvstore.page import PageKey, PageSpec
 
 Namespace = NewType("Namespace", bytes)
 
-KEY_NBYTES = 32
 _NAMESPACE_DOMAIN = b"kvferry/ns/1"
 _PAGE_DOMAIN = b"kvferry/page/1"
 

@@ -10,19 +10,23 @@ one-sidedly with the tokens from ``StoreOpened``.
                                            (broken: AbortPages)
           AwaitPages ─▶ PageStates         long poll: another writer's page is settled
     get   AcquirePages ─▶ PagesAcquired ─▶ transfer.read ─▶ verify ─▶ ReleasePages
-    match MatchPages ─▶ PageStates
+    match MatchPages ─▶ PagesMatched       keys and states packed
+    both  RenewLeases ─▶ LeasesRenewed     at half-life, while a reader or writer needs longer
 
 Fencing: ``incarnation`` names the process life that made the grant; ``generation`` the grant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
-from kvstore.page import PageKey, PageSpec
-from kvstore.store import PageIdentity, PageRecord, PageState
+from kvstore.page import KEY_NBYTES, PageKey, PageSpec
+from kvstore.store import DEFAULT_POLICY, PageIdentity, PageRecord, PageState, PutPolicy
+
+STATES = (PageState.ABSENT, PageState.WRITING, PageState.READY, PageState.SPILLED)  # by code
 
 
 class ReserveStatus(StrEnum):
@@ -49,6 +53,14 @@ class OpenStore(msgspec.Struct, frozen=True, tag="open_store"):
     """First message to a node: ask for access to its segment."""
 
 
+class HoldSession(msgspec.Struct, frozen=True, tag="hold_session"):
+    """Stream request, answered with one ``StoreDone``, that stays open while the client lives.
+
+    When the last one of a client's incarnation ends, however it ends, the node gives up what that
+    client has reserved: readers who wait for it are told, other writers may write it.
+    """
+
+
 class StoreOpened(msgspec.Struct, frozen=True, kw_only=True, tag="store_opened"):
     """Tokens of the segment's region, good for this incarnation only."""
 
@@ -58,9 +70,20 @@ class StoreOpened(msgspec.Struct, frozen=True, kw_only=True, tag="store_opened")
 
 
 class MatchPages(msgspec.Struct, frozen=True, tag="match_pages"):
-    """Which of these pages are there?"""
+    """Which of these pages are there? ``keys``: up to ``MATCH_KEYS_MAX``, one after the other.
 
-    keys: tuple[PageKey, ...]
+    ``touch`` says that somebody is about to use them, so that they stay; nodes that compare their
+    holdings say False.
+    """
+
+    keys: bytes
+    touch: bool = True
+
+
+class PagesMatched(msgspec.Struct, frozen=True, tag="pages_matched"):
+    """One byte per key, in order: an index into ``STATES``."""
+
+    codes: bytes
 
 
 class AwaitPages(msgspec.Struct, frozen=True, kw_only=True, tag="await_pages"):
@@ -81,6 +104,7 @@ class ReservePages(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_pages
 
     spec: PageSpec
     pages: tuple[PageIdentity, ...]
+    policy: PutPolicy = DEFAULT_POLICY
 
 
 class WriteGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -136,10 +160,14 @@ class AbortPages(msgspec.Struct, frozen=True, kw_only=True, tag="abort_pages"):
 
 
 class AcquirePages(msgspec.Struct, frozen=True, kw_only=True, tag="acquire_pages"):
-    """Lease me those of these pages that are ready; with ``wait_s``, wait for the first."""
+    """Lease me those of these pages that are ready; with ``wait_s``, wait for the first.
+
+    ``touch``: as in ``MatchPages``; a node that copies its pages elsewhere says False.
+    """
 
     keys: tuple[PageKey, ...]
     wait_s: float = 0.0
+    touch: bool = True
 
 
 class LeasedPage(msgspec.Struct, frozen=True, array_like=True):
@@ -151,12 +179,17 @@ class LeasedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PagesAcquired(msgspec.Struct, frozen=True, kw_only=True, tag="pages_acquired"):
-    """The pages that were ready, under one lease that lasts ``lease_s`` from the request on."""
+    """The pages that were ready, under one lease that lasts ``lease_s`` from the request on.
+
+    ``spread``: on how many nodes each of them lies, one byte per page, 0 for the usual number;
+    empty when that is so for all.
+    """
 
     incarnation: str
     lease_id: int
     lease_s: float
     pages: tuple[LeasedPage, ...]
+    spread: bytes = b""
 
 
 class ReleasePages(msgspec.Struct, frozen=True, kw_only=True, tag="release_pages"):
@@ -167,21 +200,91 @@ class ReleasePages(msgspec.Struct, frozen=True, kw_only=True, tag="release_pages
     corrupt: tuple[PageGrant, ...] = ()
 
 
+class RenewLeases(msgspec.Struct, frozen=True, kw_only=True, tag="renew_leases"):
+    """I am alive and need these longer: read leases by id, reservations by grant."""
+
+    incarnation: str
+    lease_ids: tuple[int, ...] = ()
+    writes: tuple[PageGrant, ...] = ()
+
+
+class LeasesRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="leases_renewed"):
+    """What was renewed lasts ``lease_s`` from the request on. False, in the order asked: it has
+    ended, or was renewed for the longest time allowed; the former promise is all there is."""
+
+    lease_s: float
+    leases: tuple[bool, ...]
+    writes: tuple[bool, ...]
+
+
+class PinPages(msgspec.Struct, frozen=True, tag="pin_pages"):
+    """Never evict these pages (packed keys); pages that are not ready are left out."""
+
+    keys: bytes
+
+
+class UnpinPages(msgspec.Struct, frozen=True, tag="unpin_pages"):
+    """Take pins off (packed keys)."""
+
+    keys: bytes
+
+
+class PagesPinned(msgspec.Struct, frozen=True, tag="pages_pinned"):
+    """One byte per key, in order: 1 where the pin was set (taken off), else 0."""
+
+    done: bytes
+
+
 class ReadStats(msgspec.Struct, frozen=True, tag="read_stats"):
-    """Ask for ``StoreStats``."""
+    """Ask for ``StoreStats``, with up to ``num_namespaces`` of the largest namespaces."""
+
+    num_namespaces: int = 0
+
+
+class NamespaceUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What one namespace holds on a node; a page in memory with a copy on the SSD is one page."""
+
+    namespace: bytes
+    num_pages: int
+    memory_nbytes: int
+    ssd_nbytes: int
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True, tag="store_stats"):
-    """Counters and sizes of one node."""
+    """Counters and sizes of one node; what it was told and what ails it, in words."""
 
     numbers: dict[str, float]
+    facts: dict[str, str] = {}
+    namespaces: tuple[NamespaceUsage, ...] = ()
 
 
 class ClearStore(msgspec.Struct, frozen=True, tag="clear_store"):
-    """Forget all ready pages."""
+    """Forget all ready pages, or those of one namespace."""
+
+    namespace: bytes | None = None
 
 
 class StoreDone(msgspec.Struct, frozen=True, tag="store_done"):
     """Done; ``count`` pages were concerned."""
 
     count: int = 0
+
+
+def pack_keys(keys: Sequence[PageKey]) -> bytes:
+    """Keys one after the other, as ``MatchPages`` carries them."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes) -> list[PageKey]:
+    """The keys of a packed message; its length must be a multiple of ``KEY_NBYTES``."""
+    assert len(packed) % KEY_NBYTES == 0, len(packed)
+    return [PageKey(packed[i : i + KEY_NBYTES]) for i in range(0, len(packed), KEY_NBYTES)]
+
+
+def states_of(codes: bytes) -> list[PageState]:
+    """The states behind the codes of ``PagesMatched``.
+
+    Raises:
+        IndexError: a peer sent a code that is none.
+    """
+    return [STATES[code] for code in codes]

@@ -23,6 +23,7 @@ import numpy.typing as npt
 PageId = NewType("PageId", int)
 PageKey = NewType("PageKey", bytes)
 
+KEY_NBYTES = 32  # of a page key, and of a namespace
 DEFAULT_PAGE_SIZE = 16
 PAGE_SIZE_MAX = 1024
 

@@ -10,13 +10,14 @@ accepts nothing: ``match`` and ``get`` say absent, ``put`` says failed. Callers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvstore.page import PageKey
+from kvstore.page import KEY_NBYTES, PageKey
 from transfer.interface import Region
 
 
@@ -58,9 +59,51 @@ class PageIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageState(StrEnum):
+    """READY: in memory. SPILLED: only on a node's SSD; a ``get`` reads it all the same, slower."""
+
     ABSENT = "absent"
     WRITING = "writing"
     READY = "ready"
+    SPILLED = "spilled"
+
+    @property
+    def present(self) -> bool:
+        """A ``get`` would read it now."""
+        return self is PageState.READY or self is PageState.SPILLED
+
+
+PRIORITY_DEFAULT = 35
+PRIORITY_MAX = 100
+
+
+class PutPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How a page is to be kept; does not change what it is.
+
+    Attributes:
+        namespace: the tenant whose quota the page counts against: the root of its key chain
+            (``kvstore.keys.namespace_of``). Empty: the tenant of pages that name none.
+        priority: 0..100; pages of lower priority are evicted first.
+        priority_s: how long the priority holds; a raised one falls back to the default after it.
+            None: for good.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
+    """
+
+    namespace: bytes = b""
+    priority: int = PRIORITY_DEFAULT
+    priority_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.priority <= PRIORITY_MAX:
+            raise ValueError(f"priority={self.priority}: must be 0..{PRIORITY_MAX}")
+        if self.priority_s is not None and not 0 < self.priority_s < math.inf:
+            raise ValueError(f"priority_s={self.priority_s}: must be positive and finite")
+        if len(self.namespace) not in (0, KEY_NBYTES):
+            raise ValueError(f"namespace of {len(self.namespace)} bytes: must be {KEY_NBYTES}")
+
+
+DEFAULT_POLICY = PutPolicy()
 
 
 class PutOutcome(StrEnum):
@@ -119,7 +162,8 @@ class PageStore(Protocol):
 
     ``put``: pages present already move nothing; pages being written by another writer are
     joined (the outcome is the other writer's, or this call writes if that one fails).
-    The caller keeps the source pages unchanged until ``put`` returns.
+    The caller keeps the source pages unchanged until ``put`` returns. ``policy`` applies to the
+    pages that this call stores.
 
     ``get``: reads, verifies, releases its leases. With ``wait`` it also waits until ``deadline_s``
     for pages that are absent or being written now. ``on_page(index, outcome)`` is called once per
@@ -130,7 +174,12 @@ class PageStore(Protocol):
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]: ...
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult: ...
 
     async def get(

@@ -8,8 +8,10 @@ keys cannot hand out the KV of other tokens, and a flipped byte cannot reach the
 from __future__ import annotations
 
 from kvstore.checksum import CHECKSUM_NBYTES, checksum_of
-from kvstore.page import PageSpec
+from kvstore.page import KEY_NBYTES, PageSpec
 from kvstore.store import GetOutcome, PageIdentity, PageRecord
+
+DEPTH_MAX = 1 << 32  # pages before a page
 
 
 def same_identity(record: PageRecord | PageIdentity, identity: PageIdentity) -> bool:
@@ -27,8 +29,8 @@ def well_formed(identity: PageIdentity, spec: PageSpec) -> bool:
     return (
         len(identity.tokens) % 4 == 0
         and 1 <= identity.num_tokens <= spec.page_size
-        and identity.depth >= 0
-        and len(identity.key) > 0
+        and 0 <= identity.depth < DEPTH_MAX
+        and len(identity.key) == len(identity.parent) == KEY_NBYTES
     )
 
 

@@ -18,11 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from launch import process_env
-from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
+from launch.config import (
+    ComputeOptions,
+    GatewayOptions,
+    NodeOptions,
+    Options,
+    PageStoreOptions,
+    StoreOptions,
+    UpOptions,
+)
 from launch.errors import LaunchError, StartError
 from launch.http_client import get_json
 from launch.ports import check_free, free_port, url_host
 from launch.progress import say
+from launch.store_settings import ssd_of
 from launch.supervisor import ChildSpec, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -31,6 +40,7 @@ READY_POLL_S = 0.1
 HTTP_TIMEOUT_S = 2.0
 
 _COMPUTE_FIELDS = set(ComputeOptions.model_fields)
+_STORE_FIELDS = set(PageStoreOptions.model_fields) - set(Options.model_fields)
 
 
 def command(role: str, *arguments: str) -> list[str]:
@@ -75,12 +85,13 @@ def plan(options: UpOptions) -> list[ChildSpec]:
         node_id="gateway",
         port=options.port,
         join_port=options.join_port,
+        join=join["join"],  # so that no KVFERRY_JOIN of the environment makes it join elsewhere
         model=options.model,
     )
     specs = [ChildSpec("gateway", command("gateway", *gateway.argv()), env)]
     for number in range(1, options.store + 1):
         name = f"store-{number}"
-        store = StoreOptions.of(**common, **join, node_id=name, segment=options.segment)
+        store = StoreOptions.of(**common, **join, node_id=name, **pages_of(options, name))
         specs.append(ChildSpec(name, command("store", *store.argv()), env, stop_order=1))
     gpus = gpu_deal(options.gpus)
     compute = {field: getattr(options, field) for field in _COMPUTE_FIELDS} | common | join
@@ -90,6 +101,12 @@ def plan(options: UpOptions) -> list[ChildSpec]:
             node = NodeOptions.of(**(compute | {"node_id": name, "gpus": next(gpus)}))
             specs.append(ChildSpec(name, command(role, *node.argv()), env, stop_order=1))
     return specs
+
+
+def pages_of(options: UpOptions, name: str) -> dict[str, Any]:
+    """Return what ``options`` say of page stores, for the store ``name``."""
+    told = {field: getattr(options, field) for field in _STORE_FIELDS}
+    return told | {"ssd": ssd_of(options.ssd, name)}
 
 
 def gpu_deal(gpus: str | None) -> Iterator[str | None]:

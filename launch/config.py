@@ -1,7 +1,8 @@
 """What each command can be told: one frozen model per command, the only place of its defaults.
 
 Owns names, types, bounds and defaults; ``--help`` shows what is here, because the command line is
-declared from the same fields. Knows no packages: ``roles.py`` translates to their configs.
+declared from the same fields. Knows no packages (but how an address of etcd is written):
+``roles.py`` translates to their configs.
 
 ``argv`` turns options back into a command line, which is how ``up`` and ``--count`` start others.
 """
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from launch.errors import ConfigError
 from launch.model_store import DEFAULT_MODEL
+from transfer.etcd import is_etcd, parse_address
 
 DEFAULT_PORT = 8000
 JOIN_PORT_OFFSET = 100  # the join port lies so far above the HTTP port unless it is named
@@ -25,11 +27,24 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Eviction = Literal["lru", "lfu", "slru", "fifo", "heat"]
 
+ETCD_FORM = "etcd://HOST:2379/NAME"
 INJECT_HELP = "Faults to inject into transfers, for tests; needs KVFERRY_ALLOW_INJECT=1."
 SECRET_FILE_HELP = "File with the cluster secret [env: KVFERRY_SECRET, the secret itself]."
 
-_JOIN = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+
+
+def checked_join(value: str) -> str:
+    """Return ``value``; ValueError, with how to write one, when it is no address to join at."""
+    if is_etcd(value):
+        parse_address(value)
+        return value
+    match = _TCP.fullmatch(value)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError(f"write tcp://HOST:PORT, for example {DEFAULT_JOIN}, or {ETCD_FORM}")
+    return value
 
 
 class Options(BaseModel):
@@ -65,28 +80,25 @@ class Options(BaseModel):
         arguments: list[str] = []
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if value != field.default and name not in names_left_out:
-                arguments += [f"--{name.replace('_', '-')}", str(value)]
+            if value == field.default or name in names_left_out:
+                continue
+            for one in value if isinstance(value, tuple) else (value,):
+                arguments += [f"--{name.replace('_', '-')}", str(one)]
         return arguments
 
 
 class JoinOptions(Options):
     """What every role but the gateway takes."""
 
-    join: str = Field(DEFAULT_JOIN, description="Where the gateway's registry listens.")
+    join: str = Field(DEFAULT_JOIN, description=f"The gateway's registry, or {ETCD_FORM}.")
     join_timeout: float = Field(60.0, gt=0, description="Seconds to wait for an answer there.")
     transfer: TransferName = Field("auto", description="Transport of KV pages.")
     inject: str | None = Field(None, description=INJECT_HELP)
 
     @field_validator("join")
     @classmethod
-    def _join_is_tcp(cls, value: str) -> str:
-        match = _JOIN.fullmatch(value)
-        if value.startswith("etcd://"):
-            raise ValueError("etcd membership is not in this version: write tcp://HOST:PORT")
-        if match is None or not 0 < int(match[2]) < 65536:
-            raise ValueError("write tcp://HOST:PORT, for example " + DEFAULT_JOIN)
-        return value
+    def _join_is_an_address(cls, value: str) -> str:
+        return checked_join(value)
 
     def refuse_loopback(self) -> None:
         """Refuse the transport inside of one process, for a process that is to reach others.
@@ -101,10 +113,28 @@ class JoinOptions(Options):
             )
 
 
-class StoreOptions(JoinOptions):
-    """``kvferry store``."""
+class PageStoreOptions(Options):
+    """What store processes take, whoever starts them; checked by ``store_settings.py``."""
 
-    segment: str = Field("1GiB", description="Memory it contributes to the store.")
+    segment: str = Field("1GiB", description="Memory of each store process.")
+    ssd: str | None = Field(
+        None, description="PATH:SIZE, a directory for pages that memory has no room for."
+    )
+    policy: Eviction = Field("lru", description="Which page goes first, of equal priority.")
+    replicas: int = Field(1, ge=1, le=8, description="Store nodes that hold each page.")
+    quota: tuple[str, ...] = Field(
+        (),
+        description="NAMESPACE=FRACTION of the memory that others cannot take; repeatable. "
+        "`kvferry namespace` prints the name.",
+    )
+    high_watermark: float = Field(
+        0.95, gt=0, le=1, description="Fraction of the memory above which pages are evicted."
+    )
+    low_watermark: float = Field(0.9, ge=0, le=1, description="Fraction down to which they are.")
+
+
+class StoreOptions(JoinOptions, PageStoreOptions):
+    """``kvferry store``."""
 
 
 class ComputeOptions(Options):
@@ -128,6 +158,9 @@ class ComputeOptions(Options):
 class NodeOptions(JoinOptions, ComputeOptions):
     """``kvferry prefill`` and ``kvferry decode``."""
 
+    store: str | None = Field(
+        None, description="mooncake://MASTER:PORT; the cluster's own store nodes by default."
+    )
     cores: str | None = Field(None, description="Cores to use: 0,1 or 0-3.")
     gpus: str | None = Field(None, description="GPUs: with --count N, dealt out to N processes.")
     count: int = Field(1, ge=1, le=256, description="Processes to start, each a node.")
@@ -143,8 +176,22 @@ class GatewayOptions(Options):
         le=65535,
         description=f"Port nodes join at; HTTP port + {JOIN_PORT_OFFSET} by default.",
     )
+    join: str | None = Field(
+        None, description=f"{ETCD_FORM}; with tcp:// or nothing it keeps the registry itself."
+    )
+    join_timeout: float = Field(60.0, gt=0, description="Seconds to wait for etcd.")
     model: str = Field(DEFAULT_MODEL, description="Known name, model directory, or `fake`.")
     admin_token: str | None = Field(None, description="Opens /admin beyond loopback.")
+
+    @field_validator("join")
+    @classmethod
+    def _join_is_an_address(cls, value: str | None) -> str | None:
+        return None if value is None else checked_join(value)
+
+    @property
+    def etcd(self) -> str | None:
+        """Where the members are kept, if not in this process."""
+        return self.join if self.join is not None and is_etcd(self.join) else None
 
     @property
     def registry_port(self) -> int:
@@ -160,8 +207,8 @@ class GatewayOptions(Options):
         return self.port + JOIN_PORT_OFFSET if self.port else 0
 
 
-class UpOptions(ComputeOptions):
-    """``kvferry up``: a whole cluster on this machine."""
+class UpOptions(ComputeOptions, PageStoreOptions):
+    """``kvferry up``: a whole cluster on this machine. ``ssd`` holds a directory per store."""
 
     prefill: int = Field(1, ge=0, le=64, description="Prefill processes.")
     decode: int = Field(1, ge=1, le=64, description="Decode processes.")
@@ -172,6 +219,5 @@ class UpOptions(ComputeOptions):
     inject: str | None = Field(None, description=INJECT_HELP)
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     join_port: int | None = Field(None, ge=0, le=65535, description="Port nodes join at.")
-    segment: str = Field("1GiB", description="Memory of each store process.")
     gpus: str | None = Field(None, description="GPUs, dealt out to prefill and decode processes.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until everything must serve.")

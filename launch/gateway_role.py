@@ -1,7 +1,7 @@
-"""The gateway process: HTTP door and registry. Imports no torch.
+"""The gateway process: HTTP door, and registry unless etcd is. Imports no torch.
 
-Owns the two listening sockets, the HTTP server and the order of starting and ending; what is
-served is ``gateway``'s, who is in the cluster is ``transfer``'s registry.
+Owns the HTTP server and the order of starting and ending; what is served is ``gateway``'s, how the
+process is a member is its ``door_seat``'s: it keeps the registry itself, or joins an etcd.
 
 Draining: the HTTP server takes no new connections and finishes what it has, while the registry and
 the links to the nodes stay up; then everything closes.
@@ -25,17 +25,13 @@ from gateway.dispatch import Dispatcher
 from gateway.tokenizer import load_tokenizer
 from launch import model_store, process_env
 from launch.config import GatewayOptions
-from launch.errors import ConfigError, LaunchError, StartError
-from launch.gateway_health import GatewayHealth
+from launch.door_seat import DoorSeat, EtcdSeat, RegistrySeat
+from launch.errors import ConfigError, LaunchError
 from launch.parts import control_bind, make_network, read_secret
 from launch.ports import listen_on, url_host
-from launch.runtime import config_errors, run_role, setup_logging
-from transfer.channel import Hello, Listener, Service
-from transfer.errors import PeerUnreachable
+from launch.runtime import broken, config_errors, run_role, setup_logging
 from transfer.identity import Role, new_identity
-from transfer.membership import NodeInfo, NodeStatus
-from transfer.registry import Registry, RegistryService
-from transfer.registry_client import LocalMembership
+from transfer.membership import NodeStatus
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +57,12 @@ class GatewayRole:
         with config_errors(f"--model {options.model}"):
             self._tokenizer = load_tokenizer(model.directory or model_store.FAKE_MODEL)
         self._config = GatewayConfig(model=model.name, admin_token=options.admin_token)
-        self._join_port = options.registry_port
-        self._http_socket = listen_on(options.host, options.port, "--port")
         self.identity = new_identity(Role.GATEWAY, options.node_id)
         self._network = make_network(secret)
+        self._seat = self._make_seat()
+        self._http_socket = listen_on(options.host, options.port, "--port")
         self._draining = False
-        self._listener: Listener | None = None
-        self._registry_service: RegistryService | None = None
-        self._membership: LocalMembership | None = None
         self._dispatcher: Dispatcher | None = None
-        self._health: GatewayHealth | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -79,35 +71,26 @@ class GatewayRole:
         return f"http://{url_host(self._options.host)}:{self._http_socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Listen for nodes, join, serve HTTP.
+        """Join (or listen for nodes), serve HTTP.
 
         Raises:
-            ConfigError: the join port is in use.
+            ConfigError: the join port is in use; etcd lets nobody in; the node id is taken.
+            StartError: no etcd answered in time.
         """
-        registry, service = Registry(), Service()
-        self._registry_service = RegistryService(registry, service)
-        self._listener = await self._listen(service)
-        self._membership = LocalMembership(registry)
-        info = NodeInfo(identity=self.identity, address=self._listener.address)
-        await self._membership.join(info, lambda: NodeStatus(draining=self._draining))
+        await self._seat.start(lambda: NodeStatus(draining=self._draining), {"url": self.url})
         self._dispatcher = Dispatcher(
             DispatcherConfig(),
             identity=self.identity,
             network=self._network,
-            membership=self._membership,
+            membership=self._seat.membership,
             rng=random.Random(secrets.randbits(128)),
         )
         await self._dispatcher.start()
-        self._health = GatewayHealth(
-            self._network, self._listener.address, self.identity.node_id, self._membership
-        )
-        await self._health.start()
-        config = self._http_config(self._dispatcher, self._membership, self._health)
-        self._server = _Server(config)
+        self._server = _Server(self._http_config(self._dispatcher))
         serve = self._server.serve(sockets=[self._http_socket])
         self._serving = asyncio.create_task(serve, name="http server")
         logger.info("serves %s at %s", self._config.model, self.url)
-        logger.info("nodes join with --join %s", self._listener.address)
+        logger.info("nodes join with --join %s", self._seat.join_url)
 
     async def wait_ready(self, roles: tuple[Role, ...] = (Role.DECODE,)) -> None:
         """Return once nodes of all ``roles`` are reachable."""
@@ -119,10 +102,19 @@ class GatewayRole:
         )
 
     async def failed(self) -> LaunchError:
-        """Return when the HTTP server ended by itself."""
-        assert self._serving is not None, "start() first"
-        await asyncio.wait({self._serving})
-        return StartError(f"the HTTP server at {self.url} ended by itself")
+        """Return when the HTTP server ended by itself, or another process took the node id."""
+        serving = self._serving
+        assert serving is not None, "start() first"
+        ended = {f"the HTTP server at {self.url} ended by itself": lambda: not serving.done()}
+        return await broken(ended, self._superseded)
+
+    def _superseded(self) -> LaunchError | None:
+        if not self._seat.membership.superseded:
+            return None
+        return ConfigError(
+            f"--node-id {self.identity.node_id}: another process joined {self._seat.join_url} "
+            "under this node id and took the seat: give each process its own --node-id"
+        )
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -131,40 +123,35 @@ class GatewayRole:
     async def close(self) -> None:
         await self._stop_http(0.0)
         self._http_socket.close()
-        if self._health is not None:
-            await self._health.close()
+        await self._seat.close_health()
         if self._dispatcher is not None:
             await self._dispatcher.close()
-        if self._membership is not None:
-            await self._membership.leave()
-        if self._registry_service is not None:
-            self._registry_service.close()
-        if self._listener is not None:
-            await self._listener.close()
+        await self._seat.close()
         await self._network.close()
 
     def abort(self) -> None:
         if self._serving is not None:
             self._serving.cancel()
         self._http_socket.close()
-        if self._health is not None:
-            self._health.abort()
+        self._seat.abort()
         if self._dispatcher is not None:
             self._dispatcher.abort()
         self._network.abort()
 
-    async def _listen(self, service: Service) -> Listener:
-        bind = control_bind(self._options, self._join_port)
-        try:
-            return await self._network.listen(service, Hello(identity=self.identity), bind)
-        except PeerUnreachable as error:
-            raise ConfigError(f"--join-port {self._join_port}: {error}") from error
+    def _make_seat(self) -> DoorSeat:
+        if self._options.etcd is not None:
+            wait_s = self._options.join_timeout
+            return EtcdSeat(self._options.etcd, self.identity, self._network, wait_s)
+        bind = control_bind(self._options, self._options.registry_port)
+        return RegistrySeat(self.identity, self._network, bind)
 
-    def _http_config(
-        self, dispatcher: Dispatcher, membership: LocalMembership, health: GatewayHealth
-    ) -> uvicorn.Config:
+    def _http_config(self, dispatcher: Dispatcher) -> uvicorn.Config:
         app = create_app(
-            self._config, dispatcher, self._tokenizer, membership, health_checks=health.checks
+            self._config,
+            dispatcher,
+            self._tokenizer,
+            self._seat.membership,
+            health_checks=self._seat.checks,
         )
         return uvicorn.Config(
             app,

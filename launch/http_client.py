@@ -21,10 +21,24 @@ class Response(NamedTuple):
 
 def get_json(url: str, *, timeout_s: float) -> Response | None:
     """Return status and JSON body; None when nobody answers."""
+    return _json_of(url, "GET", None, {}, timeout_s)
+
+
+def post_json(
+    url: str, body: Mapping[str, Any], *, headers: Mapping[str, str], timeout_s: float
+) -> Response | None:
+    """Return status and JSON body of a POST; None when nobody answers."""
+    sent = {"content-type": "application/json", **headers}
+    return _json_of(url, "POST", json.dumps(body), sent, timeout_s)
+
+
+def _json_of(
+    url: str, method: str, body: str | None, headers: Mapping[str, str], timeout_s: float
+) -> Response | None:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", parts.path)
+        connection.request(method, parts.path, body=body, headers=dict(headers))
         response = connection.getresponse()
         text = response.read()
     except (OSError, http.client.HTTPException):

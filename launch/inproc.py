@@ -13,6 +13,7 @@ import asyncio
 import logging
 
 from launch import model_store, process_env
+from launch.cluster import pages_of
 from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.errors import LaunchError
 from launch.gateway_role import GatewayRole
@@ -50,7 +51,9 @@ class InProcessCluster:
         )
         self._stores = [
             StoreRole(
-                StoreOptions.of(**shared, **join, node_id=f"store-{n}", segment=options.segment)
+                StoreOptions.of(
+                    **shared, **join, node_id=f"store-{n}", **pages_of(options, f"store-{n}")
+                )
             )
             for n in range(1, options.store + 1)
         ]

@@ -16,6 +16,7 @@ import typer
 import typer.main
 
 from launch import __version__, process_env
+from launch.cli_cache import cache_app, namespace
 from launch.cli_model import model_app
 from launch.cli_options import command_of
 from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.add_typer(model_app, name="model")
+app.add_typer(cache_app, name="cache")
 
 
 def _up(options: UpOptions) -> None:
@@ -100,6 +102,9 @@ def status(
     from launch.status import show
 
     show(join, as_json=as_json, timeout_s=timeout, secret_file=secret_file)
+
+
+app.command("namespace")(namespace)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from launch import model_store, process_env
@@ -37,9 +38,11 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
     if options.count > 1:
         run_role(NodeGroup(role, options), drain_timeout_s=options.drain_timeout)
         return
+    from launch.page_store import check_store
     from launch.parts import read_secret, transfer_config
 
     transfer_config(options, read_secret(options))  # refused before anything is set or read
+    check_store(options)
     model = model_store.resolve(options.model)
     num_threads = process_env.apply(cores=options.cores, threads=options.threads, gpus=options.gpus)
     logger.info("%s: loading the engine", options.node_id or role)
@@ -54,16 +57,18 @@ def make_node(
     role: NodeRoleName, options: NodeOptions, parts: Parts, runner: Runner, access: PoolAccess
 ) -> Any:
     """Build the node of one role on its parts."""
+    from launch.page_store import stated
     from launch.parts import control_bind
 
     common: dict[str, Any] = {
         "identity": parts.identity,
         "network": parts.network,
         "transfer": parts.transfer,
-        "membership": parts.membership,
+        "membership": stated(options, parts.membership),
         "store": access.store,
         "region": access.region,
         "runner": runner,
+        "wall_clock": time.time,
     }
     bind = control_bind(options)
     with config_errors("--chunk-size"):
@@ -92,19 +97,13 @@ class NodeRole:
         self._node: Any = None
 
     async def start(self) -> None:
-        from kvstore.client.store_client import StoreClient
+        from launch.page_store import make_store
         from launch.parts import Parts
         from launch.pool_access import reach_pool
 
         self._parts = parts = Parts(Role(self._role), self._options)
         await parts.start()
-        self._store = StoreClient(
-            identity=parts.identity,
-            network=parts.network,
-            transfer=parts.transfer,
-            membership=parts.membership,
-            spec=self._runner.info.spec,
-        )
+        self._store = make_store(self._options, parts, self._runner.info.spec)
         with config_errors("staging memory"):
             access = reach_pool(self._store, self._runner.pool, parts.transfer)
         self._store = access.store

@@ -6,24 +6,26 @@ Owns the construction from options and the order in which these end. Knows no ro
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from launch.config import JoinOptions, Options, UpOptions
 from launch.errors import ConfigError, LaunchError, StartError
 from launch.ports import url_host
 from launch.runtime import broken, config_errors
+from launch.seat import CountedSeat, outside_seat
 from transfer.config import TransferConfig, is_local_host
 from transfer.engine import TransferEngine
+from transfer.errors import Unauthorized
+from transfer.etcd import is_etcd
 from transfer.fault_text import parse_rules
 from transfer.identity import Identity, Role, new_identity
-from transfer.membership import NodeInfo, NodeStatus
-from transfer.registry_client import RegistryMembership
 from transfer.zmq_network import ZmqNetwork
+
+logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "KVFERRY_SECRET"
 MIN_SECRET_NCHARS = 16  # whoever hears a handshake can try short ones at leisure
@@ -106,26 +108,13 @@ def control_bind(options: Options, port: int = 0) -> str:
     return f"tcp://{url_host(options.host)}:{port}"
 
 
-class CountedMembership(RegistryMembership):
-    """A seat whose heartbeats also say what the transfers of this process have counted."""
-
-    def __init__(
-        self, network: ZmqNetwork, address: str, identity: Identity, transfer: TransferEngine
-    ) -> None:
-        super().__init__(network, address, identity)
-        self._transfer = transfer
-
-    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
-        def counted() -> NodeStatus:
-            own, counts = status(), self._transfer.counters()._asdict()
-            counters = {f"transfer_{name}": float(count) for name, count in counts.items()}
-            return structs.replace(own, counters={**own.counters, **counters})
-
-        await super().join(info, counted)
-
-
 class Parts:
-    """The parts of one joined process. ``start`` before the node, ``close`` after it."""
+    """The parts of one joined process. ``start`` before the node, ``close`` after it.
+
+    Attributes:
+        identity: who the process is now. After the others have seen it leave (etcd ended its lease
+            while it stood still) it comes back as another incarnation, see ``on_renewed``.
+    """
 
     def __init__(self, role: Role, options: JoinOptions) -> None:
         secret = read_secret(options)
@@ -133,9 +122,21 @@ class Parts:
         self.identity = new_identity(role, options.node_id)
         self.network = make_network(secret)
         self.transfer = make_transfer(options, secret)
-        self.membership = CountedMembership(
-            self.network, options.join, self.identity, self.transfer
-        )
+        seat = outside_seat(options.join, self.network, self.identity, renewed=self._renew)
+        self.membership = CountedSeat(seat, self.transfer)
+        self._on_renewed: list[Callable[[Identity], None]] = []
+
+    def on_renewed(self, callback: Callable[[Identity], None]) -> None:
+        """Call ``callback`` with the new identity before anybody else can learn of it."""
+        self._on_renewed.append(callback)
+
+    def _renew(self, identity: Identity) -> None:
+        text = "%s was away for longer than its lease: it comes back as another incarnation"
+        logger.warning(text, identity.node_id)
+        self.identity = identity
+        self.network.renew(identity)
+        for callback in self._on_renewed:
+            callback(identity)
 
     async def start(self) -> None:
         await self.transfer.start()
@@ -145,17 +146,24 @@ class Parts:
 
         Raises:
             StartError: no registry answered in time.
+            ConfigError: etcd does not let this user in.
             HelloRefused: the cluster's contract differs.
         """
+        etcd = is_etcd(self.options.join)
         try:
             async with asyncio.timeout(self.options.join_timeout):
                 await start
         except TimeoutError:
+            remedy = "start `kvferry gateway` there, or name the address that it prints, or its "
+            remedy = "start etcd there, or name where it is" if etcd else remedy + "secret differs"
             raise StartError(
                 f"--join {self.options.join}: nobody answered within "
-                f"{self.options.join_timeout:g} s: start `kvferry gateway` there, or name the "
-                "address that it prints, or its secret differs"
+                f"{self.options.join_timeout:g} s: {remedy}"
             ) from None
+        except Unauthorized as error:
+            if not etcd:
+                raise
+            raise ConfigError(f"--join {self.options.join}: {error}") from error
 
     async def failed(self, checks: Mapping[str, Callable[[], bool]]) -> LaunchError:
         """Return when the process is of no use any more: a new one starts with new parts.

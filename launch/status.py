@@ -1,7 +1,7 @@
-"""``kvferry status``: what the registry knows, as a table or as JSON.
+"""``kvferry status``: what the registry and the store nodes say, as tables or as JSON.
 
-Owns the presentation of one membership view. Watches the cluster as an observer, which is never
-listed itself. Imports no torch.
+Owns the asking, and the presentation of one membership view; how stores are shown is
+``store_view``'s. Watches as an observer, which is never listed itself. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvstore.config import NAMESPACES_SHOWN_MAX
+from kvstore.messages import ReadStats, StoreStats
 from launch.config import DEFAULT_JOIN, JoinOptions
 from launch.errors import ConfigError, StartError
 from launch.parts import make_network, read_secret
-from transfer.errors import HelloRefused, PeerUnreachable
-from transfer.identity import Role, new_identity
+from launch.seat import OutsideSeat, outside_seat
+from launch.store_view import Answer, columns, store_text, summary
+from transfer.channel import Hello, Network
+from transfer.errors import HelloRefused, PeerUnreachable, TransferError, Unauthorized
+from transfer.etcd import is_etcd
+from transfer.identity import Identity, NodeId, Role, new_identity
 from transfer.membership import Member, MembershipView
-from transfer.registry_client import RegistryMembership
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 CONTRACT_SHOWN = ("model", "kv_dtype", "page_size", "num_layers", "num_kv_heads", "head_dim")
+ASK_S = 2.0  # for the answers of store nodes
 WIDTH_MAX = 10_000  # of a table that is measured before it is shown
 HEADINGS = ("node", "role", "transport", "running", "waiting", "pages", "heartbeat")
 
@@ -39,10 +45,11 @@ def show(
         LaunchError: as ``fetch``, or the secret cannot be read.
     """
     options = JoinOptions.of(join=join or DEFAULT_JOIN, secret_file=secret_file)
-    with _only_the_error_line():
-        view = asyncio.run(fetch(options, timeout_s))
+    with only_the_error_line():
+        view, answers = asyncio.run(fetch_all(options, timeout_s))
     if as_json:
-        print(json.dumps([describe(member) for member in view.members], indent=2))
+        members = [describe(member, answers.get(member.node_id)) for member in view.members]
+        print(json.dumps(members, indent=2))
         return
     from rich.console import Console
 
@@ -51,10 +58,17 @@ def show(
         console.print(shown)
     else:
         print(plain(view))
+    stores = {
+        str(member.node_id): summary(member, answers[member.node_id])
+        for member in view.members
+        if member.node_id in answers
+    }
+    if stores:
+        print("\n" + store_text(stores))
 
 
 @contextmanager
-def _only_the_error_line() -> Iterator[None]:
+def only_the_error_line() -> Iterator[None]:
     """Keep what ``transfer`` logs while it waits to itself: our one line says it all."""
     log = logging.getLogger("transfer")
     before = log.level
@@ -70,29 +84,69 @@ async def fetch(options: JoinOptions, timeout_s: float) -> MembershipView:
 
     Raises:
         StartError: nobody answers in time.
-        ConfigError: the registry refuses this version.
+        ConfigError: the registry refuses this version, or etcd this user.
     """
+    async with _watching(options, timeout_s) as (view, _, _):
+        return view
+
+
+async def fetch_all(
+    options: JoinOptions, timeout_s: float
+) -> tuple[MembershipView, dict[NodeId, Answer]]:
+    """Return the view, and what each of its store nodes says when asked. Raises as ``fetch``."""
+    async with _watching(options, timeout_s) as (view, network, identity):
+        stores = view.with_role(Role.STORE, include_draining=True)
+        deadline_s = asyncio.get_running_loop().time() + min(timeout_s, ASK_S)
+        asked = (_ask(store, network, identity, deadline_s) for store in stores)
+        answers = await asyncio.gather(*asked)
+        return view, {m.node_id: a for m, a in zip(stores, answers, strict=True)}
+
+
+async def _ask(store: Member, network: Network, identity: Identity, deadline_s: float) -> Answer:
+    hello = Hello(identity=identity)
+    try:
+        channel = await network.connect(store.info.address, hello, deadline_s=deadline_s)
+        try:
+            message = ReadStats(num_namespaces=NAMESPACES_SHOWN_MAX)
+            return Answer(await channel.request(message, StoreStats, deadline_s=deadline_s))
+        finally:
+            await channel.close()
+    except TransferError as error:
+        return Answer(None, f"{type(error).__name__}: {error}")
+
+
+@asynccontextmanager
+async def _watching(
+    options: JoinOptions, timeout_s: float
+) -> AsyncIterator[tuple[MembershipView, Network, Identity]]:
     network = make_network(read_secret(options))
-    membership = RegistryMembership(network, options.join, new_identity(Role.OBSERVER))
+    identity = new_identity(Role.OBSERVER)
+    membership = outside_seat(options.join, network, identity)
     try:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        await membership.watch_only(deadline_s=deadline_s)
-        return membership.view
-    except PeerUnreachable as error:
-        raise StartError(
-            f"--join {options.join}: nobody answered within {timeout_s:g} s: "
-            "name the address that `kvferry gateway` or `kvferry up` prints, or its secret differs"
-        ) from error
-    except HelloRefused as error:
-        raise ConfigError(f"--join {options.join}: {error}") from error
+        await _watch(membership, options.join, timeout_s, deadline_s)
+        yield membership.view, network, identity
     finally:
         await membership.leave()
         await network.close()
 
 
-def describe(member: Member) -> dict[str, Any]:
-    """Return one member as plain data."""
-    return {
+async def _watch(seat: OutsideSeat, join: str, timeout_s: float, deadline_s: float) -> None:
+    try:
+        await seat.watch_only(deadline_s=deadline_s)
+    except PeerUnreachable as error:
+        remedy = "name the address that `kvferry gateway` or `kvferry up` prints, or its secret "
+        remedy = "name where etcd is" if is_etcd(join) else remedy + "differs"
+        raise StartError(
+            f"--join {join}: nobody answered within {timeout_s:g} s: {remedy}"
+        ) from error
+    except (HelloRefused, Unauthorized) as error:
+        raise ConfigError(f"--join {join}: {error}") from error
+
+
+def describe(member: Member, answer: Answer | None = None) -> dict[str, Any]:
+    """Return one member as plain data; a store with its ``summary``."""
+    shown: dict[str, Any] = {
         "node_id": member.node_id,
         "role": member.info.identity.role.value,
         "incarnation": member.info.identity.incarnation,
@@ -105,6 +159,9 @@ def describe(member: Member) -> dict[str, Any]:
         "gauges": member.status.gauges,
         "counters": member.status.counters,
     }
+    if answer is not None:
+        shown["store"] = summary(member, answer)
+    return shown
 
 
 def table(view: MembershipView) -> Table:
@@ -124,13 +181,8 @@ def plain(view: MembershipView) -> str:
 
     For a pipe, a file, or a terminal that is too narrow for the table.
     """
-    rows = [HEADINGS, *map(_row, view.members)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join((_contract_line(view), *lines))
+    rows = [_row(member) for member in view.members]
+    return f"{_contract_line(view)}\n{columns(HEADINGS, rows)}"
 
 
 def _row(member: Member) -> tuple[str, ...]:
@@ -148,7 +200,8 @@ def _row(member: Member) -> tuple[str, ...]:
 
 def _contract_line(view: MembershipView) -> str:
     """The facts on which all computing members agree."""
-    contract = next((m.info.contract for m in view.members if m.info.contract), {})
+    stated = (m.info.contract for m in view.members)
+    contract = next((facts for facts in stated if "page_size" in facts), {})
     facts = [f"{name} {contract[name]}" for name in CONTRACT_SHOWN if name in contract]
     return ", ".join(facts) or "no prefill or decode node has joined yet"
 

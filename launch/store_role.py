@@ -1,18 +1,20 @@
-"""The store process: lends memory to the cluster. Imports no torch.
+"""The store process: lends memory, and a disk if it has one, to the cluster. Imports no torch.
 
 Owns the node and its parts. Everything that a page store does is ``kvstore``'s.
 """
 
 from __future__ import annotations
 
-from kvstore.config import StoreConfig
+import time
+
 from kvstore.server.node import StoreNode
+from kvstore.ssd import SsdRefused, SsdTier
 from launch import process_env
 from launch.config import StoreOptions
-from launch.errors import LaunchError
+from launch.errors import ConfigError, LaunchError
 from launch.parts import Parts, control_bind
-from launch.runtime import config_errors, run_role, setup_logging
-from launch.sizes import segment_size
+from launch.runtime import run_role, setup_logging
+from launch.store_settings import ssd_config, store_config
 from transfer.identity import Role
 
 
@@ -20,38 +22,59 @@ class StoreRole:
     """A store node in a process of its own."""
 
     def __init__(self, options: StoreOptions) -> None:
+        self._options = options
+        self._config = store_config(options, control_bind(options))
+        self._ssd = None if options.ssd is None else ssd_config(options.ssd)
         self._parts = Parts(Role.STORE, options)
-        with config_errors("--segment"):
-            config = StoreConfig(
-                segment_nbytes=segment_size(options.segment),
-                bind=control_bind(options),
-            )
+        self._node: StoreNode | None = None
+
+    async def start(self) -> None:
+        """Open the disk, then join: whoever sees this node can use what is on it.
+
+        Raises:
+            ConfigError: the disk cannot be used as asked for.
+        """
+        await self._parts.start()
+        tier = await self._open_ssd()
         self._node = StoreNode(
-            config,
+            self._config,
             identity=self._parts.identity,
             network=self._parts.network,
             transfer=self._parts.transfer,
             membership=self._parts.membership,
+            wall_clock=time.time,
+            tier=tier,
         )
-
-    async def start(self) -> None:
-        await self._parts.start()
+        self._parts.on_renewed(self._node.renew)
         await self._parts.joined(self._node.start())
+
+    async def _open_ssd(self) -> SsdTier | None:
+        if self._ssd is None:
+            return None
+        try:
+            return await SsdTier.open(self._ssd)
+        except SsdRefused as error:
+            raise ConfigError(f"--ssd {self._options.ssd}: {error}") from error
 
     async def failed(self) -> LaunchError:
         """Return when the process is of no use any more."""
+        node = self._node
+        assert node is not None, "start() first"
         meaning = "the store's timer died: nothing expires, nothing is evicted"
-        return await self._parts.failed({meaning: lambda: self._node.healthy})
+        return await self._parts.failed({meaning: lambda: node.healthy})
 
     async def drain(self, timeout_s: float) -> None:
-        await self._node.drain(timeout_s)
+        if self._node is not None:
+            await self._node.drain(timeout_s)
 
     async def close(self) -> None:
-        await self._node.close()
+        if self._node is not None:
+            await self._node.close()
         await self._parts.close()
 
     def abort(self) -> None:
-        self._node.abort()
+        if self._node is not None:
+            self._node.abort()
         self._parts.abort()
 
 

@@ -16,7 +16,8 @@ from launch.errors import LaunchError
 from launch.parts import read_secret, transfer_config
 from launch.progress import say
 from launch.runtime import Role, run_role, setup_logging
-from launch.sizes import parse_size, segment_size
+from launch.sizes import parse_size
+from launch.store_settings import check_stores
 
 
 def run(options: UpOptions) -> None:
@@ -39,8 +40,7 @@ def check(options: UpOptions) -> None:
     transfer_config(options, read_secret(options))
     if options.inject:
         say(f"FAULTS ARE INJECTED into every transfer, as asked for: {options.inject}")
-    if options.store:
-        segment_size(options.segment, num_stores=options.store)
+    check_stores(options, options.store)
     if options.kv_memory is not None:
         parse_size(options.kv_memory, "--kv-memory")
     if options.gpus is not None:

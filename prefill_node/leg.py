@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.request import ErrorCode, FirstToken, PrefillDone, PrefillEvent
+from kvstore.store import PutPolicy
 from prefill_node.publish_queue import Publication
 from prefill_node.request_state import PrefillJob
 from transfer.errors import RemoteFailed
@@ -21,7 +22,11 @@ class Leg:
 
     def __init__(self, job: PrefillJob, on_published: Callable[[Leg], None]) -> None:
         self.job = job
-        self.publication = Publication(job.request.request_id, lambda: on_published(self))
+        self.publication = Publication(
+            job.request.request_id,
+            lambda: on_published(self),
+            PutPolicy(namespace=job.namespace),
+        )
         self.error: RemoteFailed | None = None
         self.exhausted = False  # PrefillDone was taken
         self._events: deque[PrefillEvent] = deque()

@@ -10,7 +10,7 @@ The work is ``PrefillLoop``'s. Knows no decode, no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import count
 
@@ -18,7 +18,7 @@ from engine.node_facts import contract_of, labels_of
 from engine.request import ErrorCode, GenerateRequest, PrefillEvent, PrefillRequest
 from engine.step import Runner
 from kvstore.events import CacheCleared, ClearCache, GetStats, StatsReply, WatchKvEvents
-from kvstore.keys import namespace_of
+from kvstore.keys import Namespace, namespace_of
 from kvstore.store import PageStore
 from prefill_node.config import KEYS_INLINE_TOKENS_MAX, PrefillConfig
 from prefill_node.leg import Leg
@@ -37,7 +37,7 @@ class PrefillNode:
     ``network``, ``transfer``, ``store`` and ``membership`` are started by the caller and stay the
     caller's; the node joins and leaves the membership. ``region`` is the page pool as ``store``
     takes it, and is revoked by the node; by default a host pool is registered with ``transfer``,
-    which must have been started.
+    which must have been started. ``wall_clock`` gives the time that KV events carry.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class PrefillNode:
         membership: Membership,
         runner: Runner,
         region: Region | None = None,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         self.identity = identity
         self._config = config
@@ -61,6 +62,7 @@ class PrefillNode:
         self._info = runner.info
         self._region = region or transfer.register(runner.pool.storage)
         self._loop = PrefillLoop(config, runner=runner, store=store, region=self._region)
+        self._wall_clock = wall_clock
         self._serials = count()
         self._listener: Listener | None = None
         self._draining = False
@@ -73,12 +75,15 @@ class PrefillNode:
         contract = contract_of(self._info)
         hello = Hello(identity=self.identity, contract=contract)
         self._listener = await self._network.listen(self.service(), hello, self._config.bind)
+        events = self._loop.events.open(
+            self._network, self.identity, bind=self._config.bind, wall_clock=self._wall_clock
+        )
         info = NodeInfo(
             identity=self.identity,
             address=self._listener.address,
             transport=self._transfer.transport,
             contract=contract,
-            labels=labels_of(self._runner),
+            labels={**labels_of(self._runner), **events},
         )
         await self._membership.join(info, self.status)
 
@@ -103,12 +108,14 @@ class PrefillNode:
         if self._listener is not None:
             await self._listener.close()
         await self._loop.close()
+        self._loop.events.close()
         self._region.revoke()
 
     def abort(self) -> None:
         """Stop at once, as a crash would; idempotent. A step in the engine thread runs out."""
         self._draining = True
         self._loop.abort()
+        self._loop.events.close()
         self._region.revoke()
 
     # ── what others read ────────────────────────────────────────────────────────────────────────
@@ -142,8 +149,9 @@ class PrefillNode:
 
     def counters(self) -> dict[str, float]:
         self._loop.stats.counters.pages_evicted = self._loop.cache.num_evicted_pages
-        self._loop.stats.counters.num_event_resyncs = self._loop.feed.num_resyncs
-        return self._loop.stats.as_dict()
+        events = self._loop.events.counters()
+        counts = {f"num_{name}": float(number) for name, number in events.items()}
+        return {**self._loop.stats.as_dict(), **counts}
 
     def check(self) -> None:
         """Assert that every reference on every page is accounted for."""
@@ -154,7 +162,7 @@ class PrefillNode:
     def service(self) -> Service:
         service = Service()
         service.on_stream(PrefillRequest, self.prefill)
-        service.on_stream(WatchKvEvents, self._loop.feed.watch)
+        service.on_stream(WatchKvEvents, self._loop.events.watch)
         service.on(ClearCache, self.clear_cache)
         service.on(GetStats, self.get_stats)
         return service
@@ -178,7 +186,8 @@ class PrefillNode:
             self._loop.close_leg(leg)
 
     async def clear_cache(self, message: ClearCache, caller: Caller) -> CacheCleared:
-        return CacheCleared(num_pages=self._loop.clear_cache())
+        namespace = None if message.namespace is None else Namespace(message.namespace)
+        return CacheCleared(num_pages=self._loop.clear_cache(namespace))
 
     async def get_stats(self, message: GetStats, caller: Caller) -> StatsReply:
         return StatsReply(counters=self.counters(), gauges=self.gauges(), healthy=self.healthy)

@@ -26,8 +26,8 @@ from functools import partial
 from engine.page_allocator import PageAllocator
 from engine.request import ErrorCode, FirstToken, TokenOut
 from engine.step import Runner
-from kvstore.event_feed import EventFeed
-from kvstore.events import KvEventLog
+from kvstore.events import KvEventLog, KvEventPublisher
+from kvstore.keys import Namespace
 from kvstore.page import PageId
 from kvstore.store import PageStore
 from prefill_node.config import ENGINE_FAILURES_MAX, PrefillConfig
@@ -53,7 +53,7 @@ class PrefillLoop:
     ) -> None:
         self.stats = PrefillStats()
         self.log = KvEventLog()
-        self.feed = EventFeed(self.log)
+        self.events = KvEventPublisher(self.log)
         self.allocator = PageAllocator(runner.pool.num_pages)
         self.cache = RadixCache(self.allocator, runner.info.spec.page_size, self.log)
         self.scheduler = PrefillScheduler(config, runner.info, self.allocator, self.cache)
@@ -163,10 +163,13 @@ class PrefillLoop:
         if not self._legs:
             self.no_legs.set()
 
-    def clear_cache(self) -> int:
-        """Empty the radix cache; return the pages dropped."""
-        num_dropped = self.cache.clear()
-        self.feed.notify()
+    def clear_cache(self, namespace: Namespace | None = None) -> int:
+        """Empty the radix cache, or one namespace of it; return the pages dropped."""
+        if namespace is None:
+            num_dropped = self.cache.clear()
+        else:
+            num_dropped = self.cache.clear_namespace(namespace)
+        self.events.flush()
         self._wake.set()
         return num_dropped
 
@@ -210,13 +213,13 @@ class PrefillLoop:
             self._wake.clear()
             for job in self.scheduler.admit(loop.time()):
                 self._begin(job)
-            self.feed.notify()  # admission may have evicted
+            self.events.flush()  # admission may have evicted
             plan = self.scheduler.plan()
             if plan is None:
                 await self._wake.wait()
             else:
                 await self._step(plan)
-                self.feed.notify()
+                self.events.flush()
                 await asyncio.sleep(0)  # a simulated engine is instant: let others in
 
     def _begin(self, job: PrefillJob) -> None:

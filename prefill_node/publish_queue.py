@@ -23,7 +23,7 @@ from typing import NamedTuple
 from engine.page_allocator import PageAllocator
 from engine.request import RequestId
 from kvstore.page import PageId
-from kvstore.store import PageIdentity, PutOutcome, PutResult
+from kvstore.store import DEFAULT_POLICY, PageIdentity, PutOutcome, PutPolicy, PutResult
 
 _GOOD = (PutOutcome.STORED, PutOutcome.PRESENT)
 
@@ -45,13 +45,20 @@ class Publication:
     """The pages of one request on their way to the store. Mutated by ``PublishQueue`` only.
 
     Attributes:
+        policy: how the store is to keep them.
         ok: no page was refused, failed or dropped so far.
         deadline_s: when pages that are still pending are given up; None while open.
     """
 
-    def __init__(self, request_id: RequestId, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        on_end: Callable[[], None],
+        policy: PutPolicy = DEFAULT_POLICY,
+    ) -> None:
         self.request_id = request_id
         self.on_end = on_end
+        self.policy = policy
         self.pending: deque[QueuedPage] = deque()
         self.num_in_flight = 0
         self.ok = True

@@ -128,7 +128,10 @@ class Publisher:
         try:
             async with asyncio.timeout_at(batch.deadline_s + STORE_GRACE_S):
                 result = await self._store.put(
-                    puts, source=self._region, deadline_s=batch.deadline_s
+                    puts,
+                    source=self._region,
+                    deadline_s=batch.deadline_s,
+                    policy=batch.publication.policy,
                 )
         except (TransferError, TimeoutError) as error:
             logger.warning("push of %s failed: %r", batch.publication.request_id, error)

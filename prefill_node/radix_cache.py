@@ -144,7 +144,11 @@ class RadixCache:
                     tail, tokens[num_known * self._stride :], keys[num_known:], page_ids[num_known:]
                 )
             )
-            self._log.record(stored=keys[num_known:])
+            self._log.stored(
+                keys[num_known:],
+                parent=keys[num_known - 1] if num_known else None,
+                tokens=tokens[num_known * self._stride :],
+            )
         self._touch(nodes)
         return InsertResult([*known, *page_ids[num_known:]], duplicates)
 
@@ -170,7 +174,7 @@ class RadixCache:
         self.num_evicted_pages += len(removed)
         if removed:
             self.version += 1
-            self._log.record(removed=removed)
+            self._log.removed(removed)
         return len(removed)
 
     def clear(self) -> int:
@@ -186,6 +190,22 @@ class RadixCache:
         self._log.clear()
         return dropped
 
+    def clear_namespace(self, namespace: Namespace) -> int:
+        """Forget one namespace, as ``clear`` does; costs what it forgets."""
+        root = self._roots.pop(namespace, None)
+        if root is None:
+            return 0
+        removed: list[PageKey] = []
+        for node in list(self._below(root)):
+            self._allocator.release(node.page_ids)
+            removed.extend(node.keys)
+            node.parent = None  # what is left of it in the heap of leaves is stale
+            self._num_nodes -= 1
+        self._num_pages -= len(removed)
+        self.version += 1
+        self._log.removed(removed[::-1])
+        return len(removed)
+
     def held(self) -> Iterator[PageId]:
         """Every page on which the cache holds its reference."""
         for node in self._nodes():
@@ -200,10 +220,7 @@ class RadixCache:
             self._check_node(root, namespace, seen, keys)
         assert len(seen) == self._num_pages, (len(seen), self._num_pages)
         assert sum(1 for _ in self._nodes()) == self._num_nodes
-        snapshot = [
-            key for event in self._log.snapshot().events for key in getattr(event, "keys", ())
-        ]
-        assert sorted(snapshot) == sorted(keys), "the event log differs from the tree"
+        assert sorted(self._log.held()) == sorted(keys), "the event log differs from the tree"
 
     # ── the tree ────────────────────────────────────────────────────────────────────────────────
 
@@ -330,7 +347,11 @@ class RadixCache:
 
     def _nodes(self) -> Iterator[_Node]:
         """Every node with pages, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        for root in self._roots.values():
+            yield from self._below(root)
+
+    def _below(self, root: _Node) -> Iterator[_Node]:
+        stack = list(root.children.values())
         while stack:
             node = stack.pop()
             yield node

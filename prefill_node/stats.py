@@ -54,7 +54,6 @@ class Counters:
     pages_push_refused: int = 0
     pages_push_failed: int = 0
     pages_evicted: int = 0
-    num_event_resyncs: int = 0
 
 
 class PrefillStats:

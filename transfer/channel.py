@@ -1,8 +1,9 @@
 """The control-message contract: typed request/reply and typed streams between two peers.
 
 Owns the interfaces (``Network``, ``Listener``, ``Channel``) and the handler table (``Service``).
-Knows no pages, tokens or sockets: ``transfer/zmq_network.py`` carries channels over ZeroMQ, the
-simulator over a seeded in-memory network; both run the same protocol (``transfer/rpc*.py``).
+One-to-many messages, which a ``Network`` carries as well, are ``transfer/pubsub.py``'s. Knows no
+pages, tokens or sockets: ``transfer/zmq_network.py`` carries channels over ZeroMQ, the simulator
+over a seeded in-memory network; both run the same protocol (``transfer/rpc*.py``).
 
 Guarantees, on every implementation:
 
@@ -22,6 +23,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from transfer.identity import Identity
+from transfer.pubsub import PartsCallback, Publisher, ReplaySource, Subscription
 
 PROTOCOL_VERSION = 1
 PING_INTERVAL_S = 0.5  # while anything is outstanding on a channel
@@ -57,6 +59,7 @@ class Caller(NamedTuple):
 
 
 RequestHandler = Callable[[Any, Caller], Awaitable[msgspec.Struct]]
+PromptHandler = Callable[[Any, Caller], msgspec.Struct | Awaitable[msgspec.Struct]]
 StreamHandler = Callable[[Any, Caller], AsyncIterator[msgspec.Struct]]
 
 
@@ -71,11 +74,29 @@ class Service:
     def __init__(self) -> None:
         self._requests: dict[type[msgspec.Struct], RequestHandler] = {}
         self._streams: dict[type[msgspec.Struct], StreamHandler] = {}
+        self._prompt: dict[type[msgspec.Struct], PromptHandler] = {}
 
     def on(self, message_type: type[M], handler: Callable[[M, Caller], Awaitable[R]]) -> None:
         """Answer messages of ``message_type`` with what ``handler`` returns."""
         self._add(message_type)
         self._requests[message_type] = handler
+
+    def on_prompt(
+        self, message_type: type[M], handler: Callable[[M, Caller], R | Awaitable[R]]
+    ) -> None:
+        """Answer with what ``handler``, a plain function, returns: at once, without a task.
+
+        It runs on the loop and must not keep it (1 ms). Where it cannot answer at once it returns
+        an awaitable; that runs as the handlers of ``on`` do.
+        """
+
+        async def awaited(message: M, caller: Caller) -> R:
+            answer = handler(message, caller)
+            return answer if isinstance(answer, msgspec.Struct) else await answer
+
+        self._add(message_type)
+        self._requests[message_type] = awaited
+        self._prompt[message_type] = handler
 
     def on_stream(
         self, message_type: type[M], handler: Callable[[M, Caller], AsyncIterator[R]]
@@ -91,6 +112,11 @@ class Service:
     @property
     def requests(self) -> Mapping[type[msgspec.Struct], RequestHandler]:
         return self._requests
+
+    @property
+    def prompt(self) -> Mapping[type[msgspec.Struct], PromptHandler]:
+        """Those of ``requests`` that may answer at once."""
+        return self._prompt
 
     @property
     def streams(self) -> Mapping[type[msgspec.Struct], StreamHandler]:
@@ -154,6 +180,32 @@ class Network(Protocol):
         Raises:
             PeerUnreachable: nobody answered by the deadline.
             HelloRefused: protocol or contract differ.
+        """
+        ...
+
+    def publish(self, bind: str, replay_bind: str, replay: ReplaySource) -> Publisher:
+        """Open a publisher at ``bind``; requests at ``replay_bind`` are answered by ``replay``.
+
+        Raises:
+            PeerUnreachable: an address cannot be bound; the message names it and the remedy.
+        """
+        ...
+
+    def subscribe(
+        self,
+        address: str,
+        replay_address: str,
+        topic: bytes,
+        *,
+        on_message: PartsCallback,
+        on_replay: PartsCallback,
+    ) -> Subscription:
+        """Receive what the publisher at ``address`` sends with topics that begin with ``topic``.
+
+        Returns at once; connects, and connects again, in the background.
+
+        Raises:
+            PeerUnreachable: an address is not one.
         """
         ...
 

@@ -43,6 +43,11 @@ class Gate:
             if self._quiet is not None and self._inside == 0:
                 self._quiet.set()
 
+    def shut(self) -> None:
+        """Refuse entry from now on; those inside stay. Idempotent, does not wait."""
+        with self._lock:
+            self._open = False
+
     def close(self) -> None:
         """Shut the gate and wait until nobody is inside. Idempotent."""
         with self._lock:

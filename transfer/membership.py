@@ -1,8 +1,9 @@
 """Who is in the cluster: the shared vocabulary of membership.
 
 Owns ``NodeInfo``/``NodeStatus``/``Member``, the immutable ``MembershipView`` and the
-``Membership`` interface that nodes hold. Knows no roles' work. Implementations: the embedded
-registry (``transfer/registry.py``, served by the gateway) and, later, etcd.
+``Membership`` interface that nodes hold, and what all implementations share: who follows a view,
+and what members must agree on. Knows no roles' work. Implementations: the embedded registry
+(``transfer/registry.py``, served by the gateway) and etcd (``transfer/etcd``).
 
 A view is a snapshot: readers keep it, compare ``version``, never mutate. Members are sorted by
 node id so that every reader iterates in the same order.
@@ -10,13 +11,18 @@ node id so that every reader iterates in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Protocol
 
 import msgspec
 
 from transfer.channel import MAX_FACTS, FactName, Facts
+from transfer.errors import HelloRefused
 from transfer.identity import Identity, NodeId, Role
+
+# Contract fact of prefill and decode nodes: the engine in which they keep pages, if that is not the
+# cluster's own store nodes.
+PAGE_STORE_FACT = "page_store"
 
 Gauges = Annotated[dict[FactName, float], msgspec.Meta(max_length=4 * MAX_FACTS)]
 
@@ -82,8 +88,57 @@ class MembershipView(msgspec.Struct, frozen=True, kw_only=True):
     def get(self, node_id: NodeId) -> Member | None:
         return next((m for m in self.members if m.node_id == node_id), None)
 
+    @property
+    def has_store(self) -> bool:
+        """Pages can move between members: over a store node, or the engine that members name."""
+        return bool(self.with_role(Role.STORE)) or any(
+            PAGE_STORE_FACT in member.info.contract for member in self.members
+        )
+
 
 ViewCallback = Callable[[MembershipView], None]
+
+
+class Superseded(HelloRefused):
+    """Another process has joined under the same node id."""
+
+
+class Subscribers:
+    """The present view and who wants to hear of new ones."""
+
+    def __init__(self) -> None:
+        self.view = MembershipView()
+        self._callbacks: list[ViewCallback] = []
+
+    def add(self, callback: ViewCallback) -> None:
+        self._callbacks.append(callback)
+        callback(self.view)
+
+    def publish(self, view: MembershipView) -> None:
+        self.view = view
+        for callback in self._callbacks:
+            callback(view)
+
+
+def check_contract(new: NodeInfo, live: NodeInfo) -> None:
+    """Compare what both state.
+
+    Raises:
+        HelloRefused: a fact differs; the message prints both sides.
+    """
+    both = sorted(new.contract.keys() & live.contract.keys())
+    differing = [key for key in both if new.contract[key] != live.contract[key]]
+    if differing:
+        raise HelloRefused(
+            f"cannot join, the cluster differs: {_facts(new, differing)} "
+            f"against {_facts(live, differing)}; start the node with the "
+            "cluster's values, or stop the members that state the others"
+        )
+
+
+def _facts(info: NodeInfo, keys: Iterable[str]) -> str:
+    facts = ", ".join(f"{key}={info.contract[key]}" for key in keys)
+    return f"{info.identity.role.value} {info.identity.node_id} ({facts})"
 
 
 class Membership(Protocol):

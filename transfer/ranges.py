@@ -64,15 +64,19 @@ def split(ranges: Sequence[Range], *, max_ranges: int, max_nbytes: int) -> Itera
     for whole in ranges:
         rest = whole
         while rest.nbytes:
-            nbytes = min(rest.nbytes, room)
-            batch.append(rest._replace(nbytes=nbytes))
-            rest = Range(
-                rest.remote_offset + nbytes, rest.local_offset + nbytes, rest.nbytes - nbytes
-            )
+            part, nbytes = rest, min(rest.nbytes, room)
+            if nbytes < rest.nbytes:
+                part = rest._replace(nbytes=nbytes)
+            batch.append(part)
             room -= nbytes
             if room == 0 or len(batch) == max_ranges:
                 yield batch
                 batch, room = [], max_nbytes
+            if part is rest:
+                break
+            rest = Range(
+                rest.remote_offset + nbytes, rest.local_offset + nbytes, rest.nbytes - nbytes
+            )
     if batch:
         yield batch
 

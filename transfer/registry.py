@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 import msgspec
@@ -32,7 +32,7 @@ from transfer.channel import Caller, Service
 from transfer.errors import HelloRefused, RemoteFailed
 from transfer.identity import Incarnation, NodeId
 from transfer.lazy_timer import LazyTimer
-from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
+from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus, check_contract
 from transfer.rpc_frames import MAX_FRAME_NBYTES, encode_message
 
 logger = logging.getLogger(__name__)
@@ -92,11 +92,6 @@ def _check_own(node_id: NodeId, incarnation: Incarnation, caller: Caller) -> Non
         raise RemoteFailed("identity", f"{caller.peer.node_id} speaks for {node_id}")
 
 
-def _facts(info: NodeInfo, keys: Iterable[str]) -> str:
-    facts = ", ".join(f"{key}={info.contract[key]}" for key in keys)
-    return f"{info.identity.role.value} {info.identity.node_id} ({facts})"
-
-
 class Registry:
     """The core: synchronous, without a clock. Every method takes the time."""
 
@@ -123,7 +118,7 @@ class Registry:
         node_id = info.identity.node_id
         others = [seat for id_, seat in sorted(self._seats.items()) if id_ != node_id]
         for seat in others:
-            self._check_contract(info, seat.info)
+            check_contract(info, seat.info)
         if len(others) >= MAX_MEMBERS:
             raise HelloRefused(f"the registry holds {MAX_MEMBERS} members, its maximum")
         nbytes = self._nbytes_with(node_id, info, status)
@@ -221,16 +216,6 @@ class Registry:
                 f"together at most {MAX_VIEW_NBYTES}; state fewer labels and gauges"
             )
         return nbytes
-
-    def _check_contract(self, new: NodeInfo, live: NodeInfo) -> None:
-        both = sorted(new.contract.keys() & live.contract.keys())
-        differing = [key for key in both if new.contract[key] != live.contract[key]]
-        if differing:
-            raise HelloRefused(
-                f"cannot join, the cluster differs: {_facts(new, differing)} "
-                f"against {_facts(live, differing)}; start the node with the "
-                "cluster's values, or stop the members that state the others"
-            )
 
     def _publish(self, now_s: float) -> None:
         self.version += 1

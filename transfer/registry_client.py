@@ -34,7 +34,14 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.identity import Identity
-from transfer.membership import MembershipView, NodeInfo, NodeStatus, ViewCallback
+from transfer.membership import (
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+    Subscribers,
+    Superseded,
+    ViewCallback,
+)
 from transfer.registry import (
     HEARTBEAT_S,
     REFUSED,
@@ -57,27 +64,6 @@ LEAVE_TIMEOUT_S = 1.0
 WATCH_S = 30 * 24 * 3600.0  # streams need a deadline; a watch is simply renewed
 
 
-class Superseded(HelloRefused):
-    """Another process has joined under the same node id."""
-
-
-class _Subscribers:
-    """The present view and who wants to hear of new ones."""
-
-    def __init__(self) -> None:
-        self.view = MembershipView()
-        self._callbacks: list[ViewCallback] = []
-
-    def add(self, callback: ViewCallback) -> None:
-        self._callbacks.append(callback)
-        callback(self.view)
-
-    def publish(self, view: MembershipView) -> None:
-        self.view = view
-        for callback in self._callbacks:
-            callback(view)
-
-
 class RegistryMembership:
     """``transfer.membership.Membership`` at a registry that listens at ``join_address``."""
 
@@ -85,7 +71,7 @@ class RegistryMembership:
         self._network = network
         self._address = join_address
         self._identity = identity
-        self._subscribers = _Subscribers()
+        self._subscribers = Subscribers()
         self._info: NodeInfo | None = None
         self._status: Callable[[], NodeStatus] = NodeStatus
         self._task: asyncio.Task[None] | None = None
@@ -317,7 +303,7 @@ class LocalMembership:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._subscribers = _Subscribers()
+        self._subscribers = Subscribers()
         self._info: NodeInfo | None = None
         self._status: Callable[[], NodeStatus] = NodeStatus
         self._timer: asyncio.TimerHandle | None = None

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from transfer.channel import Hello
-from transfer.decoding import decode_foreign
+from transfer.decoding import Data, decode_foreign
 from transfer.errors import (
     DeadlineExceeded,
     PeerClosed,
@@ -26,6 +25,7 @@ from transfer.errors import (
 )
 from transfer.identity import Identity
 from transfer.lazy_timer import LazyTimer
+from transfer.loop_vigil import Answers
 from transfer.rpc_client import (
     ClientCore,
     ClientEvent,
@@ -36,6 +36,7 @@ from transfer.rpc_client import (
     Opened,
     Replied,
 )
+from transfer.rpc_frames import message_decoder
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -57,13 +58,13 @@ class _Call:
 
     def __init__(self, id_: int) -> None:
         self.id = id_
-        self.payloads: deque[bytes] = deque()  # at most STREAM_WINDOW, the core sees to it
+        self.payloads: deque[Data] = deque()  # at most STREAM_WINDOW, the core sees to it
         self.error: TransferError | None = None
         self.done = False
         self.timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def next(self) -> bytes | None:
+    async def next(self) -> Data | None:
         """Return the next payload, or None at the end; what arrived comes before an error."""
         while not self.payloads:
             if self.error is not None:
@@ -77,7 +78,7 @@ class _Call:
                 self._waiter = None
         return self.payloads.popleft()
 
-    def put(self, payload: bytes) -> None:
+    def put(self, payload: Data) -> None:
         self.payloads.append(payload)
         self.wake()
 
@@ -100,12 +101,14 @@ class RpcChannel:
         wire: Wire,
         address: str,
         *,
+        answers: Answers | None = None,
         on_closed: Callable[[RpcChannel], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._core = ClientCore(hello, address)
         self._wire = wire
         self._address = address
+        self._answers = answers  # None: the loop sleeps whenever it can
         self._on_closed = on_closed
         self._calls: dict[int, _Call] = {}
         self._timer = LazyTimer(self._tick)
@@ -176,7 +179,7 @@ class RpcChannel:
     def abort(self) -> None:
         self._after(self._core.close(PeerClosed("this side closed the channel"), goodbye=False))
 
-    def on_frame(self, frame: bytes) -> None:
+    def on_frame(self, frame: Data) -> None:
         """Take one frame from the wire."""
         self._after(self._core.on_frame(self._loop.time(), frame))
 
@@ -187,14 +190,16 @@ class RpcChannel:
             self._after(self._core.close(error, goodbye=False))
 
     def _start(self, message: msgspec.Struct, deadline_s: float, *, is_stream: bool) -> _Call:
-        timeout_s = deadline_s - self._loop.time()
+        now_s = self._loop.time()
+        timeout_s = deadline_s - now_s
         if timeout_s <= 0:
             raise DeadlineExceeded(f"deadline passed before the request to {self._address}")
-        now_s = self._loop.time()
         id_ = self._core.open(now_s, message, timeout_s=timeout_s, is_stream=is_stream)
         call = self._calls[id_] = _Call(id_)
         call.timer = self._loop.call_at(deadline_s, self._expire, id_)
         self._after([])
+        if self._answers is not None and not is_stream:
+            self._answers.asked()
         return call
 
     def _expire(self, id_: int) -> None:
@@ -207,11 +212,16 @@ class RpcChannel:
             call.timer.cancel()
         self._calls.pop(call.id, None)
         self._core.cancel(call.id)
-        self._after([])
+        if self._core.outbox:  # it had not ended
+            self._after([])
+            self._expect_no_answer()
 
-    def _decode(self, payload: bytes, type_: Any) -> Any:
-        decode = partial(msgspec.msgpack.decode, type=type_)
-        return decode_foreign(payload, decode, f"an answer of {self._address}")
+    def _expect_no_answer(self) -> None:
+        if self._answers is not None:
+            self._answers.given_up()
+
+    def _decode(self, payload: Data, type_: Any) -> Any:
+        return decode_foreign(payload, message_decoder(type_).decode, self._address)
 
     def _after(self, events: list[ClientEvent]) -> None:
         """Perform what the core decided: frames out, events in, timer set."""
@@ -221,7 +231,7 @@ class RpcChannel:
             frames, self._core.outbox = self._core.outbox, []
             for frame in frames:
                 self._wire.send(frame)
-        if any(isinstance(event, Closed) for event in events):
+        if events and isinstance(events[-1], Closed):
             self._wire.close(flush=self._core.said_goodbye)
             if self._on_closed is not None:
                 self._on_closed(self)
@@ -232,13 +242,19 @@ class RpcChannel:
             case Opened():
                 if not self._opened.done():
                     self._opened.set_result(None)
-            case Replied() | ItemArrived():
+            case Replied():
+                if self._answers is not None:
+                    self._answers.answered()
+                if (call := self._calls.get(event.id)) is not None:
+                    call.put(event.payload)
+            case ItemArrived():
                 if (call := self._calls.get(event.id)) is not None:
                     call.put(event.payload)
             case Ended():
                 if (call := self._calls.get(event.id)) is not None:
                     call.finish()
             case Errored():
+                self._expect_no_answer()
                 if (call := self._calls.get(event.id)) is not None:
                     call.finish(event.error)
             case Closed():

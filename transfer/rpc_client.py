@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from transfer.channel import LIVENESS_S, PING_INTERVAL_S, Hello
+from transfer.decoding import Data
 from transfer.errors import (
     FrameInvalid,
     HelloRefused,
@@ -67,7 +68,7 @@ class Opened(NamedTuple):
 
 class Replied(NamedTuple):
     id: int
-    payload: bytes
+    payload: Data
 
 
 class ItemArrived(NamedTuple):
@@ -221,7 +222,7 @@ class ClientCore:
             self._next_ping_s = now_s + PING_INTERVAL_S
         return []
 
-    def on_frame(self, now_s: float, data: bytes) -> list[ClientEvent]:
+    def on_frame(self, now_s: float, data: Data) -> list[ClientEvent]:
         """Take one frame from the peer."""
         if self.closed_by is not None:
             self.counters["after_close"] += 1

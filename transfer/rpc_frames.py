@@ -21,14 +21,16 @@ built (a list of small numbers takes thirty times its bytes), texts in character
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
 from transfer.channel import Hello
-from transfer.decoding import decode_foreign
+from transfer.decoding import Data, decode_foreign
 from transfer.errors import FrameInvalid
 
 FRAME_VERSION = 1
@@ -40,6 +42,8 @@ MAX_CONNECTIONS = 4096  # channels served by one listener; the longest idle one 
 STREAM_WINDOW = 64  # items that a stream may be ahead of its consumer
 HELLO_RETRY_S = 0.25  # first repetition of an unanswered hello; doubles up to the maximum
 HELLO_RETRY_MAX_S = 1.0
+LONG_NBYTES = 8192  # payloads from here on are not copied out of their frame
+MAX_SCRATCH_NBYTES = 1 << 20  # of memory kept for the next long frame
 OWN_PAUSE_S = 0.5  # a timer this late means that our own process stood still, not the peer
 
 _HEADER = struct.Struct("<BQ")
@@ -163,13 +167,51 @@ AnyFrame = (
     | Goodbye
 )
 
+
+class _LongRequest(Request, frozen=True, array_like=True, tag=4):
+    payload: memoryview  # type: ignore[assignment]  # a view costs more than a short copy
+
+
+class _LongReply(Reply, frozen=True, array_like=True, tag=5):
+    payload: memoryview  # type: ignore[assignment]
+
+
+class _Scratch(threading.local):
+    """Where long frames are put together; one for each thread that has a loop."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(_HEADER.size)
+
+
+_scratch = _Scratch()
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyFrame)
+_long_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    HelloFrame
+    | HelloAccepted
+    | HelloRefusedFrame
+    | _LongRequest
+    | _LongReply
+    | Item
+    | End
+    | Failed
+    | Cancel
+    | Credit
+    | Ping
+    | Pong
+    | Goodbye
+)
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
     """Return the payload bytes of a typed message."""
     return _encoder.encode(message)
+
+
+@lru_cache(maxsize=256)  # a program has a few dozen types of messages
+def message_decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of the payloads that ``encode_message`` makes of such messages."""
+    return msgspec.msgpack.Decoder(message_type)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -178,17 +220,35 @@ def encode_frame(frame: Frame) -> bytes:
     Raises:
         FrameInvalid: longer than ``MAX_FRAME_NBYTES``.
     """
+    if len(getattr(frame, "payload", b"")) >= LONG_NBYTES:
+        return _encode_long(frame)
     body = _encoder.encode(frame)
-    if len(body) + _HEADER.size > MAX_FRAME_NBYTES:
-        raise FrameInvalid(
-            f"message of {len(body)} bytes exceeds the frame limit of {MAX_FRAME_NBYTES} bytes; "
-            "bulk data belongs in a region"
-        )
+    _check_length(len(body))
     return _HEADER.pack(FRAME_VERSION, xxhash.xxh3_64_intdigest(body)) + body
 
 
-def decode_frame(data: bytes) -> AnyFrame:
-    """Return the frame in ``data``.
+def _encode_long(frame: Frame) -> bytes:
+    """Fresh memory is dear (page faults): only the frame itself is."""
+    buffer = _scratch.buffer
+    _encoder.encode_into(frame, buffer, _HEADER.size)
+    _check_length(len(buffer) - _HEADER.size)
+    checksum = xxhash.xxh3_64_intdigest(memoryview(buffer)[_HEADER.size :])
+    _HEADER.pack_into(buffer, 0, FRAME_VERSION, checksum)
+    if len(buffer) > MAX_SCRATCH_NBYTES:
+        _scratch.buffer = bytearray(_HEADER.size)
+    return bytes(buffer)
+
+
+def _check_length(body_nbytes: int) -> None:
+    if body_nbytes + _HEADER.size > MAX_FRAME_NBYTES:
+        raise FrameInvalid(
+            f"message of {body_nbytes} bytes exceeds the frame limit of {MAX_FRAME_NBYTES} bytes; "
+            "bulk data belongs in a region"
+        )
+
+
+def decode_frame(data: Data) -> AnyFrame:
+    """Return the frame in ``data``; long payloads are views of it.
 
     Raises:
         FrameInvalid: wrong version, size or checksum, or not a frame.
@@ -201,7 +261,8 @@ def decode_frame(data: bytes) -> AnyFrame:
     body = memoryview(data)[_HEADER.size :]
     if xxhash.xxh3_64_intdigest(body) != checksum:
         raise FrameInvalid("checksum of the frame is wrong")
-    frame: AnyFrame = decode_foreign(body, _decoder.decode, "a frame")
+    decoder = _decoder if len(data) <= LONG_NBYTES else _long_decoder
+    frame: AnyFrame = decode_foreign(body, decoder.decode, "a frame")
     return frame
 
 

@@ -3,6 +3,9 @@
 Owns the handler tasks and one connection state per client; decides nothing (``rpc_server.py``
 does). Knows no sockets: it is told frames by connection key and sends through a function.
 
+A handler registered with ``on_prompt`` is called, and answers, in the turn of the loop in which its
+request arrives; every other one is a task.
+
 Who ends what: a dropped call cancels its task; ``close`` drops all calls and awaits their tasks.
 Invariant: a key that has left is remembered (bounded), so that frames repeated by the wire
 cannot revive it and run a handler a second time.
@@ -13,18 +16,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from transfer.channel import Caller, Hello, RequestHandler, Service, StreamHandler
-from transfer.decoding import decode_foreign
+from transfer.channel import (
+    Caller,
+    Hello,
+    PromptHandler,
+    RequestHandler,
+    Service,
+    StreamHandler,
+)
+from transfer.decoding import Data, decode_foreign
 from transfer.errors import FrameInvalid, RemoteFailed
+from transfer.identity import Identity
 from transfer.lazy_timer import LazyTimer
-from transfer.rpc_frames import MAX_CONNECTIONS, Goodbye, encode_frame, encode_message, type_name
+from transfer.rpc_frames import (
+    MAX_CONNECTIONS,
+    Goodbye,
+    encode_frame,
+    encode_message,
+    message_decoder,
+    type_name,
+)
 from transfer.rpc_server import Called, Credited, Dropped, Gone, ServerCore, ServerEvent
 
 logger = logging.getLogger(__name__)
@@ -49,15 +67,22 @@ class RpcServer:
     """Runs a service's handlers for any number of clients, each named by a wire's ``key``.
 
     ``send(key, frame)`` must not block; the wire's owner calls ``on_frame`` and ``on_gone``.
+    ``on_call`` is told of each request or stream that somebody known has sent.
     """
 
     def __init__(
-        self, service: Service, hello: Hello, send: Callable[[bytes, bytes], None]
+        self,
+        service: Service,
+        hello: Hello,
+        send: Callable[[bytes, bytes], None],
+        *,
+        on_call: Callable[[], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._service = service
         self._hello = hello
         self._send = send
+        self._on_call = on_call
         self._connections: dict[bytes, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._types: dict[str, type[msgspec.Struct]] = {}
@@ -70,7 +95,11 @@ class RpcServer:
         """Handlers that run at this moment."""
         return len(self._tasks)
 
-    def on_frame(self, key: bytes, frame: bytes) -> None:
+    def renew(self, identity: Identity) -> None:
+        """Answer new hellos as ``identity``; channels that are open keep the old one."""
+        self._hello = structs.replace(self._hello, identity=identity)
+
+    def on_frame(self, key: bytes, frame: Data) -> None:
         """Take one frame of the client ``key``."""
         if self._closed:
             return
@@ -170,6 +199,8 @@ class RpcServer:
     def _call(self, connection: _Connection, call: Called) -> None:
         peer = connection.core.peer
         assert peer is not None, "calls come after the hello"
+        if self._on_call is not None:
+            self._on_call()
         message_type = self._type(call.name)
         if message_type is None or (message_type in self._service.streams) != call.is_stream:
             kind = "stream" if call.is_stream else "request"
@@ -177,7 +208,7 @@ class RpcServer:
             connection.core.fail(call.id, "unknown_message", text)
             return
         try:
-            decode = partial(msgspec.msgpack.decode, type=message_type)
+            decode = message_decoder(message_type).decode
             message = decode_foreign(call.payload, decode, call.name)
         except FrameInvalid as error:
             connection.core.fail(call.id, "bad_message", str(error))
@@ -188,11 +219,14 @@ class RpcServer:
                 connection, call.id, self._service.streams[message_type], message, caller
             )
             self._spawn(connection, call, stream)
-        else:
-            request = self._run_request(
-                connection, call.id, self._service.requests[message_type], message, caller
-            )
-            self._spawn(connection, call, request)
+            return
+        prompt = self._service.prompt.get(message_type)
+        if prompt is not None:
+            self._call_prompt(connection, call, prompt, message, caller)
+            return
+        handler = self._service.requests[message_type]
+        request = self._run_request(connection, call.id, handler, message, caller)
+        self._spawn(connection, call, request)
 
     def _type(self, name: str) -> type[msgspec.Struct] | None:
         if name not in self._types:  # a service may grow after it is served
@@ -203,7 +237,7 @@ class RpcServer:
 
     def _spawn(
         self, connection: _Connection, call: Called, coroutine: Coroutine[Any, Any, None]
-    ) -> None:
+    ) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(coroutine, name=f"rpc {call.name}")
         connection.tasks[call.id] = task
         self._tasks.add(task)
@@ -217,6 +251,30 @@ class RpcServer:
             self._after(connection, [])
 
         task.add_done_callback(done)
+        return task
+
+    def _call_prompt(
+        self,
+        connection: _Connection,
+        call: Called,
+        handler: PromptHandler,
+        message: Any,
+        caller: Caller,
+    ) -> None:
+        """Answer in this turn of the loop, or run what the answer has to be waited for."""
+        try:
+            answer = handler(message, caller)
+            if isinstance(answer, msgspec.Struct):
+                connection.core.reply(call.id, encode_message(answer))
+                return
+        except Exception as error:  # noqa: BLE001 - logged with its traceback and answered
+            self._fail(connection, call.id, message, error)
+            return
+        waited: Awaitable[msgspec.Struct] = answer
+        request = self._run_request(connection, call.id, lambda *_: waited, message, caller)
+        task = self._spawn(connection, call, request)
+        if isinstance(answer, Coroutine):  # a task that is cancelled at once never awaits it
+            task.add_done_callback(lambda _: answer.close())
 
     async def _run_request(
         self,
@@ -229,10 +287,8 @@ class RpcServer:
         try:
             reply = await handler(message, caller)
             connection.core.reply(id_, encode_message(reply))
-        except RemoteFailed as error:
-            connection.core.fail(id_, error.code, error.message)
         except Exception as error:  # noqa: BLE001 - logged with its traceback and answered
-            self._internal(connection, id_, message, error)
+            self._fail(connection, id_, message, error)
         self._after(connection, [])
 
     async def _run_stream(
@@ -257,15 +313,17 @@ class RpcServer:
                     core.item(id_, encode_message(item))
                     self._after(connection, [])
             core.end(id_)
-        except RemoteFailed as error:
-            core.fail(id_, error.code, error.message)
         except Exception as error:  # noqa: BLE001 - logged with its traceback and answered
-            self._internal(connection, id_, message, error)
+            self._fail(connection, id_, message, error)
         finally:
             del connection.credit[id_]
         self._after(connection, [])
 
-    def _internal(self, connection: _Connection, id_: int, message: Any, error: Exception) -> None:
+    def _fail(self, connection: _Connection, id_: int, message: Any, error: Exception) -> None:
+        """Answer with the handler's own error; what it did not mean to raise is logged."""
+        if isinstance(error, RemoteFailed):
+            connection.core.fail(id_, error.code, error.message)
+            return
         name = type(message).__name__
         logger.exception("handler of %s failed", name, exc_info=error)
         connection.core.fail(id_, "internal", f"{name}: {type(error).__name__}: {error}")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from transfer.channel import LIVENESS_S, PING_INTERVAL_S, Hello
+from transfer.decoding import Data
 from transfer.errors import FrameInvalid
 from transfer.identity import Identity
 from transfer.rpc_frames import (
@@ -59,7 +60,7 @@ class Called(NamedTuple):
 
     id: int
     name: str
-    payload: bytes
+    payload: Data
     timeout_s: float
     is_stream: bool
 
@@ -109,7 +110,7 @@ class ServerCore:
     def num_running(self) -> int:
         return len(self._running)
 
-    def on_frame(self, now_s: float, data: bytes) -> list[ServerEvent]:
+    def on_frame(self, now_s: float, data: Data) -> list[ServerEvent]:
         """Take one frame from the client."""
         if self.gone:
             self.counters["after_close"] += 1

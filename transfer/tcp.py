@@ -15,6 +15,7 @@ from transfer.device_copier import DeviceCopiers
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.io_thread import IoThread
 from transfer.region import RegionTable
+from transfer.tcp_answer import AnswerWatch
 from transfer.tcp_operation import TcpOperation
 from transfer.tcp_peer import TcpPeer
 from transfer.tcp_resolver import Resolver
@@ -43,7 +44,10 @@ class TcpTransport:
         self._config = config
         self._incarnation = incarnation
         self._io = io
-        self._server = TcpServer(config, incarnation, regions, counters, copiers)
+        self._server = TcpServer(
+            config, incarnation, regions, counters, copiers, served_small=io.expect_more
+        )
+        self._watch = AnswerWatch(io)
         self._sock = listen(config.host, config.port)
         self.port: int = self._sock.getsockname()[1]
         self.address = join_address(config.advertised, self.port)
@@ -61,7 +65,7 @@ class TcpTransport:
         if not self._io.try_now(self._submit_now, operation):
             self._io.call(self._submit, operation)
         try:
-            await operation.wait()
+            await operation.wait(self._watch.wait)
         except BaseException:
             self._forget_soon(operation)
             raise
@@ -73,6 +77,8 @@ class TcpTransport:
         if peer is None or not peer.quiet or move.right == "w" or len(move.ranges) > MAX_NOW_RANGES:
             return False
         peer.submit(operation)
+        if (link := peer.only_link) is not None:
+            self._watch.begin(operation, link)
         return True
 
     def _submit(self, operation: TcpOperation) -> None:
@@ -83,6 +89,8 @@ class TcpTransport:
             self._peers = {k: p for k, p in self._peers.items() if not p.idle}
             peer = TcpPeer(self._config, self._incarnation, self._io.loop, self._resolver, *key)
             self._peers[key] = peer
+        elif (link := peer.only_link) is not None:
+            self._watch.end(link.link)  # what comes now need not be small
         peer.submit(operation)
 
     def _forget_soon(self, operation: TcpOperation) -> None:

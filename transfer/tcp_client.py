@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import Protocol
 
 from transfer.config import TransferConfig
@@ -16,7 +17,7 @@ from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable, TransferErr
 from transfer.tcp_codec import Header, Op, control_frame
 from transfer.tcp_handshake import ClientHandshake
 from transfer.tcp_link import Link
-from transfer.tcp_operation import Request, TcpOperation
+from transfer.tcp_operation import SMALL_NBYTES, Request, TcpOperation
 from transfer.tcp_reader import Sink
 from transfer.tcp_resolver import Resolver
 from transfer.tcp_sockets import connect
@@ -55,6 +56,7 @@ class ClientLink:
         self._link: Link | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.load_nbytes = 0  # in flight on this connection
+        self.answer_s = 0.0  # what the last small read took; 0: there was none yet
 
     async def open(self, address: str, resolver: Resolver) -> None:
         """Connect and exchange hellos; raises the ``TransferError`` of either."""
@@ -86,6 +88,7 @@ class ClientLink:
         gate = request.operation.gate
         if request.operation.move.right == "r":
             request.sink = Sink(request_id, request.cursor(), gate, request.nbytes)
+            request.sent_s = time.monotonic()
             self.link.send(request.frame(request_id))
             return
 
@@ -157,6 +160,8 @@ class ClientLink:
         if error is None and not request.moved and not request.operation.finished:
             raise FrameInvalid(f"DONE for request {header.request_id} before all its bytes")
         self._take(header.request_id)
+        if request.sink is not None and request.nbytes <= SMALL_NBYTES:
+            self.answer_s = time.monotonic() - request.sent_s
         if error is not None and request.source is not None and request.source.cursor.remaining:
             self._stop_source(header.request_id, request.source)
         self._owner.on_answered(request, error)

@@ -62,6 +62,9 @@ class Op(IntEnum):
     GOODBYE = 9
 
 
+_OPS = {int(op): op for op in Op}
+
+
 class Header(NamedTuple):
     op: Op
     status: int
@@ -117,10 +120,9 @@ def decode_header(
     magic, op, status, request_id, body_nbytes = HEADER.unpack(data)
     if magic != MAGIC:
         raise FrameInvalid(f"bad magic {magic!r}: the peer does not speak kvferry bulk transfer")
-    try:
-        known = Op(op)
-    except ValueError as error:
-        raise FrameInvalid(f"unknown op {op}") from error
+    known = _OPS.get(op)  # a tenth of the time of Op(op)
+    if known is None:
+        raise FrameInvalid(f"unknown op {op}")
     limit = MAX_DATA_NBYTES if known is Op.DATA else max_control_nbytes
     if body_nbytes > limit or (known is Op.DATA and body_nbytes == 0):
         raise FrameInvalid(f"{known.name} frame with a body of {body_nbytes} bytes")

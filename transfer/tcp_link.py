@@ -94,6 +94,18 @@ class Link:
         """Control frames that wait for the peer to read."""
         return self._writer.control_nbytes
 
+    @property
+    def listens(self) -> bool:
+        """True while nothing but bytes that arrive makes this link work."""
+        return self._reading and not self._waits_writable and not self.closed
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def look(self) -> None:
+        """Take what has arrived, though the loop has not said that something has."""
+        self._on_readable()
+
     def trust(self) -> None:
         """The peer has proven who it is."""
         self._reader.trust()

@@ -8,8 +8,10 @@ the gate is closed, and closing waits for the one piece that may be in progress.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transfer.cursor import Cursor
 from transfer.errors import DeadlineExceeded, TransferError
@@ -21,6 +23,8 @@ from transfer.tcp_reader import Sink
 from transfer.tcp_writer import Source
 from transfer.transports import Move
 
+SMALL_NBYTES = 64 * 1024  # a read that costs more waking than moving bytes
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -31,6 +35,7 @@ class Request:
     nbytes: int
     sink: Sink | None = None
     source: Source | None = None
+    sent_s: float = 0.0
 
     @property
     def moved(self) -> bool:
@@ -50,6 +55,9 @@ class Request:
         return Cursor(self.operation.move.region.view, spans)
 
 
+Watch = Callable[["TcpOperation"], Coroutine[Any, Any, None]]
+
+
 class TcpOperation:
     """Created on the application's loop; ``take`` and ``settle`` are called on the I/O loop."""
 
@@ -57,12 +65,19 @@ class TcpOperation:
         self.move = move
         self.gate = Gate()
         self.finished = False
+        self.nbytes = total_nbytes(move.ranges)
+        self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] = self._loop.create_future()
         self._parts: Iterator[list[Range]] = split(
             move.ranges, max_ranges=max_ranges, max_nbytes=max_nbytes
         )
-        self._bytes_left = total_nbytes(move.ranges)
+        self._bytes_left = self.nbytes
+
+    @property
+    def is_late(self) -> bool:
+        """True when the deadline has passed."""
+        return self._loop.time() >= self.move.deadline_s
 
     def take(self) -> Request | None:
         """Return the next request; None when all were taken or the operation is over."""
@@ -81,7 +96,10 @@ class TcpOperation:
             return
         self.finished = True
         try:
-            self._loop.call_soon_threadsafe(self._resolve, error)
+            if threading.get_ident() == self._thread:  # the I/O loop is lent to it
+                self._resolve(error)
+            else:
+                self._loop.call_soon_threadsafe(self._resolve, error)
         except RuntimeError:  # the application's loop is closed: nobody waits
             self.gate.close()
 
@@ -93,19 +111,27 @@ class TcpOperation:
         else:
             self._future.set_exception(error)
 
-    async def wait(self) -> None:
-        """Wait for the end.
+    async def wait(self, watch: Watch) -> None:
+        """Wait for the end; ``watch`` may bring it about, or return before.
 
         Raises:
             DeadlineExceeded: the operation's deadline passed first.
             TransferError: what it failed with.
         """
+        try:
+            await watch(self)
+            if not self._future.done():
+                await self._wait()
+            self._future.result()
+        finally:
+            self.gate.close()
+
+    async def _wait(self) -> None:
         timer = self._loop.call_at(self.move.deadline_s, self._expire)
         try:
             await self._future
         finally:
             timer.cancel()
-            self.gate.close()
 
     def _expire(self) -> None:
         self._resolve(

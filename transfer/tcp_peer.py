@@ -64,6 +64,11 @@ class TcpPeer:
         """True if a connection is there and nothing is under way."""
         return bool(self._links) and not self._operations and self._window.num_requests == 0
 
+    @property
+    def only_link(self) -> ClientLink | None:
+        """The connection, where there is exactly one."""
+        return self._links[0] if len(self._links) == 1 else None
+
     def submit(self, operation: TcpOperation) -> None:
         refusal = self._backoff.refusal(self._loop.time())
         if refusal is not None and not self._links:
@@ -88,7 +93,12 @@ class TcpPeer:
     def _advance(self) -> None:
         """Start as many requests as the window allows."""
         while self._links and (request := self._window.next()) is not None:
-            min(self._links, key=lambda link: link.load_nbytes).start(request)
+            self._least_loaded().start(request)
+
+    def _least_loaded(self) -> ClientLink:
+        if len(self._links) == 1:
+            return self._links[0]
+        return min(self._links, key=lambda link: link.load_nbytes)
 
     def on_answered(self, request: Request, error: TransferError | None) -> None:
         operation = request.operation
@@ -127,8 +137,9 @@ class TcpPeer:
     def _grow(self) -> None:
         """Connect once more if that is allowed and every connection is busy."""
         num_links = len(self._links) + len(self._connecting)
-        all_busy = all(link.load_nbytes for link in self._links)
-        if num_links < self._config.connections_per_peer and all_busy:
+        if num_links >= self._config.connections_per_peer:
+            return
+        if all(link.load_nbytes for link in self._links):
             task = self._loop.create_task(self._connect())
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from functools import partial
 
 from transfer.acceptor import Acceptor
@@ -35,6 +36,7 @@ from transfer.region import DeviceRegion, RegionTable, RegisteredRegion, Spans, 
 from transfer.tcp_codec import Header, Op, RequestBody, decode_body, done_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
+from transfer.tcp_operation import SMALL_NBYTES
 from transfer.tcp_reader import Sink
 from transfer.tcp_sockets import join_address, tune
 from transfer.tcp_writer import Source
@@ -143,6 +145,8 @@ class ServedLink:
             payload.close()
             if complete:
                 self._server.counters.add(bytes_served=nbytes)
+                if nbytes <= SMALL_NBYTES:
+                    self._server.served_small()
             else:
                 self.link.send(done_frame(request_id, self._why_ended(source)))
 
@@ -232,7 +236,12 @@ class TcpServer:
         regions: RegionTable,
         counters: CounterBoard,
         copiers: DeviceCopiers,
+        served_small: Callable[[], None],
     ) -> None:
+        """Args:
+        served_small: called when a small request was answered: others may follow at once.
+        """
+        self.served_small = served_small
         self.config = config
         self.regions = regions
         self.counters = counters

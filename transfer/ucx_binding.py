@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,10 @@ from transfer.errors import PeerUnreachable, TransferError
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOPBACK_DEVICE = "lo"
 BINDINGS = {"ucxx": "transfer.ucx_ucxx", "ucp": "transfer.ucx_ucp"}  # in the order of preference
+# Transports whose bytes are copied by this process, in ``progress`` of the worker, and never by a
+# device or by the peer: of its own segments, sockets and queues.
+HOST_TRANSPORTS = frozenset({"self", "tcp", "posix", "sysv"})
+CMA_SWITCH = "UCX_CMA_MEMORY_INVALIDATE"
 INSTALL = "pip install 'kvferry[ucx]'"
 
 
@@ -54,8 +59,14 @@ class Worker(Protocol):
 
     ``send`` and ``receive`` raise ``BlockingIOError`` when UCX is out of resources for the moment.
 
-    After ``break_off``, once it is ``quiet``, no memory is touched for this worker.
+    After ``break_off``, no memory is touched for this worker once it is ``quiet``; or, if it
+    ``moves_only_in_progress``, once it is not progressed any more.
     """
+
+    @property
+    def moves_only_in_progress(self) -> bool:
+        """Whether memory is touched for this worker within its own calls only."""
+        ...
 
     @property
     def address(self) -> bytes:
@@ -140,6 +151,18 @@ class Binding(Protocol):
             UcxUnavailable: no device, or no permission; the message says what to set.
         """
         ...
+
+
+def moves_only_in_progress(resources: Sequence[str]) -> bool:
+    """Return whether all of ``resources`` are known to leave memory alone between calls."""
+    return bool(resources) and all(name.split("/")[0] in HOST_TRANSPORTS for name in resources)
+
+
+def without_idle_cma(resources: Iterable[str]) -> tuple[str, ...]:
+    """Return what UCX uses of ``resources``: cma only where it was asked for (``options_for``)."""
+    if os.environ.get(CMA_SWITCH, "n").lower() in ("y", "yes", "1", "on"):
+        return tuple(resources)
+    return tuple(name for name in resources if not name.startswith("cma/"))
 
 
 def installed_binding() -> str | None:

@@ -7,10 +7,14 @@ piece is a bounce buffer of the host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from transfer.device_memory import DeviceMemory
 from transfer.region import DeviceRegion, RegisteredRegion, Spans
 from transfer.ucx_pieces import Piece, cut
+
+_LOG = logging.getLogger(__name__)
 
 
 class Cargo:
@@ -21,6 +25,11 @@ class Cargo:
     ) -> None:
         self._region = region
         self._spans = spans
+        self._memory: DeviceMemory | None = None
+        if isinstance(region, DeviceRegion):
+            self._memory = region.memory
+        else:
+            self._view = region.view
         lengths = [nbytes for _, nbytes in spans]
         self.pieces: Sequence[Piece] = cut(lengths, piece_nbytes, packs=packs)
         self.nbytes = sum(lengths)
@@ -29,7 +38,7 @@ class Cargo:
         """Return the bytes to send: memory of the region, or a bounce buffer full of it."""
         if piece.num_runs == 1:
             return self._part(piece)
-        view = self._region.view
+        view = self._view
         return b"".join(view[offset : offset + nbytes] for offset, nbytes in self._runs(piece))
 
     def berth(self, piece: Piece) -> object:
@@ -41,19 +50,30 @@ class Cargo:
         if piece.num_runs == 1:
             return
         assert isinstance(berth, bytearray), "a packed piece lies in a bounce buffer"
-        view, packed, start = self._region.view, memoryview(berth), 0
+        view, packed, start = self._view, memoryview(berth), 0
         for offset, nbytes in self._runs(piece):
             view[offset : offset + nbytes] = packed[start : start + nbytes]
             start += nbytes
+
+    def quarantine(self) -> None:
+        """Take the region out of use, for good: later operations fail with ``RegionRevoked``."""
+        if not self._region.revoked:
+            _LOG.error(
+                "a device may still touch region %d for ucx, after its operation has ended: the "
+                "region is revoked; do not reuse its %d bytes, release them",
+                self._region.region_id,
+                self._region.nbytes,
+            )
+        self._region.gate.shut()
 
     def _runs(self, piece: Piece) -> Spans:
         return self._spans[piece.first : piece.first + piece.num_runs]
 
     def _part(self, piece: Piece) -> object:
         offset = self._spans[piece.first][0] + piece.skip
-        if isinstance(self._region, DeviceRegion):
-            return self._region.memory.array(offset, piece.nbytes)
-        return self._region.view[offset : offset + piece.nbytes]
+        if self._memory is not None:
+            return self._memory.array(offset, piece.nbytes)
+        return self._view[offset : offset + piece.nbytes]
 
 
 def may_pack(region: RegisteredRegion) -> bool:

@@ -111,13 +111,21 @@ class UcxClient:
         move = request.operation.move
         packs = may_pack(move.region) and move.token.region_id not in self._unpackable
         local: Spans = [(r.local_offset, r.nbytes) for r in request.ranges]
-        cargo = Cargo(move.region, local, piece_nbytes=self._piece_nbytes, packs=packs)
         spans = pack_spans([(r.remote_offset, r.nbytes) for r in request.ranges])
         token = move.token
         self._requests[number] = request
-        ask = Ask(
-            number, move.right, token.region_id, token.capability, self._piece_nbytes, packs, spans
+        self.link.send(  # first of all: the owner is at work while this side cuts its own
+            Ask(
+                number,
+                move.right,
+                token.region_id,
+                token.capability,
+                self._piece_nbytes,
+                packs,
+                spans,
+            )
         )
+        cargo = Cargo(move.region, local, piece_nbytes=self._piece_nbytes, packs=packs)
 
         def on_end(complete: bool) -> None:
             request.complete = complete
@@ -129,11 +137,9 @@ class UcxClient:
             delivery = Delivery(number, cargo, request.operation, on_end)
             request.freight = delivery
             self.link.expect(delivery)
-            self.link.send(ask)
         else:
             shipment = Shipment(number, cargo, request.operation, on_end)
             request.freight = shipment
-            self.link.send(ask)
             self.link.ship(shipment)
 
     def on_control(self, message: Control) -> None:

@@ -97,11 +97,16 @@ class Tag(NamedTuple):
     piece: int
 
     def pack(self) -> int:
-        return self.key << 32 | self.request << 16 | self.piece
+        return pack_tag(self.key, self.request, self.piece)
 
 
-def unpack_tag(tag: int) -> Tag:
-    return Tag(tag >> 32, tag >> 16 & MAX_REQUEST, tag & (MAX_PIECES - 1))
+def pack_tag(key: int, request: int, piece: int) -> int:
+    return key << 32 | request << 16 | piece
+
+
+def unpack_tag(tag: int) -> tuple[int, int, int]:
+    """Return key, request and piece, as plain numbers: this is done for each piece that moves."""
+    return tag >> 32, tag >> 16 & MAX_REQUEST, tag & (MAX_PIECES - 1)
 
 
 def encode_control(message: Control) -> bytes:

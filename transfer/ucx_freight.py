@@ -63,6 +63,10 @@ class Freight:
         if not self.num_aboard:
             self._end(complete=False)
 
+    def quarantine(self) -> None:
+        """UCX may go on to touch this memory after the end: nobody else uses it any more."""
+        self._cargo.quarantine()
+
     def _board(self) -> bool:
         if self._ended or self._called_off or not self._access.enter():
             return False
@@ -88,16 +92,17 @@ class Shipment(Freight):
         super().__init__(request, cargo, access, on_end)
         self._next = 0
 
-    def load(self) -> tuple[int, object] | None:
-        """Return number and bytes of the next piece; None if there is none, or none may be sent."""
-        if self._next == len(self._cargo.pieces):
+    def load(self) -> tuple[int, int, object] | None:
+        """Return number, length and bytes of the next piece; None if none is left, or may go."""
+        index = self._next
+        if index == len(self._cargo.pieces):
             return None
         if not self._board():
             self.call_off()
             return None
-        index = self._next
-        self._next += 1
-        return index, self._cargo.load(self._cargo.pieces[index])
+        self._next = index + 1
+        piece = self._cargo.pieces[index]
+        return index, piece.nbytes, self._cargo.load(piece)
 
     def put_back(self) -> None:
         """The piece that was loaded last could not be sent yet."""
@@ -152,7 +157,7 @@ class Delivery(Freight):
         """One piece has arrived, or will not."""
         if failed:
             self._called_off = True
-        elif self._access.is_open and not self._called_off:
+        elif piece.num_runs > 1 and self._access.is_open and not self._called_off:
             self._cargo.unload(piece, berth)
         self._num_left -= 1
         self._disembark()

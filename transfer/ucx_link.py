@@ -5,8 +5,8 @@ the worker's descriptor is in that loop, so an idle connection costs nothing. Kn
 either side: ``Freight`` says which bytes, the handler says what control messages mean.
 
 A turn: make progress, settle what has completed, take what has arrived, land and send pieces, and
-sleep if UCX agrees. At most ``MAX_SENDS`` and ``MAX_RECEIVES`` pieces are under way at a time, so
-what is called off is quiet soon; control messages overtake pieces that wait to be landed.
+sleep if UCX agrees. Pieces under way are bounded, in number and bytes, so what is called off is
+quiet soon; control messages overtake pieces that wait to be landed.
 
 ::
 
@@ -24,34 +24,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from transfer.errors import FrameInvalid, PeerClosed, PeerLost, TransferError
-from transfer.ucx_binding import Flight, Message, Worker
+from transfer.ucx_binding import Message, Worker
 from transfer.ucx_codec import (
     MAX_CONTROL_NBYTES,
     Control,
-    Tag,
     decode_control,
     encode_control,
+    pack_tag,
     unpack_tag,
 )
 from transfer.ucx_farewell import Farewells
-from transfer.ucx_freight import Delivery, Freight, Shipment
+from transfer.ucx_flights import Flights
+from transfer.ucx_freight import Delivery, Shipment
 from transfer.ucx_lifeline import Lifeline
 from transfer.ucx_pieces import Piece
+from transfer.ucx_rest import Rest
 from transfer.ucx_watch import LinkWatch
 
 _LOG = logging.getLogger(__name__)
 
-MAX_SENDS = 8
-MAX_RECEIVES = 4
+# Under way at a time; few of long pieces, and enough of short ones to outlast the work on the next.
+MAX_SENDS = 32
+MAX_SENT_NBYTES = 8 << 20  # a piece is sent while there are less
+MAX_RECEIVES = 16
+MAX_RECEIVED_NBYTES = 8 << 20
 MAX_WAITING = 1 << 15  # pieces that wait to be landed: a window of the smallest, and to spare
 RETRY_S = 0.001  # when UCX is out of resources
-SPIN_S = 0.0002  # awake after the last event while something is under way: waking up costs as much
 MAX_ROUNDS = 16  # of one turn, before other connections get theirs
 MAX_CONTROL_FLIGHTS = 4096  # control messages that wait for a peer to take them
 
@@ -69,16 +72,7 @@ class LinkHandler(Protocol):
     def on_lost(self, error: TransferError) -> None: ...
 
 
-class _Arrived(NamedTuple):
-    message: Message
-    delivery: Delivery
-    number: int
-
-
-class _Aboard(NamedTuple):
-    flight: Flight
-    freight: Freight | None
-    settle: Callable[[TransferError | None], None]
+_Arrived = tuple[Message, Delivery, int]  # the number of the piece is the last
 
 
 class UcxLink:
@@ -105,15 +99,18 @@ class UcxLink:
         self._own = own
         self._peer = peer
         self._loop = asyncio.get_running_loop()
-        self._aboard: list[_Aboard] = []
+        self._flights = Flights(worker)
         self._shipments: deque[Shipment] = deque()
         self._deliveries: dict[int, Delivery] = {}
         self._arrived: deque[_Arrived] = deque()
         self._num_sends = self._num_receives = self._num_controls = 0
+        self._sent_nbytes = self._received_nbytes = 0  # of those pieces
         self._reads_control = False
-        self._awake_until_s = 0.0
+        self._rest = Rest(worker, self._loop.time)
         self._kicked = False
-        self._watch = LinkWatch(lifeline, lambda: self._busy, lambda: self._unwanted, self.close)
+        self._watch = LinkWatch(
+            lifeline, lambda: self._busy, lambda: self._flights.unwanted, self.close
+        )
         self.closed = False
         self._loop.add_reader(worker.fileno(), self._turn)
         self.kick()
@@ -145,7 +142,7 @@ class UcxLink:
         def settle(_error: TransferError | None) -> None:
             self._num_controls -= 1
 
-        self._post(self._worker.send(data, Tag(self._peer, 0, 0).pack()), None, settle)
+        self._flights.post(self._worker.send(data, pack_tag(self._peer, 0, 0)), None, settle)
         self.kick()
 
     def ship(self, shipment: Shipment) -> None:
@@ -181,15 +178,10 @@ class UcxLink:
             self._worker.progress()
             busy = self._settle() | self._take() | self._land() | self._load()
             if busy:
-                self._awake_until_s = self._loop.time() + SPIN_S
-            elif self.closed or self._may_sleep():
+                self._rest.disturb()
+            elif self.closed or self._rest.arm_or_give_way(busy=self._busy):
                 return True
         return False
-
-    def _may_sleep(self) -> bool:
-        """Arm the worker's descriptor; not while more is about to come."""
-        awake = self._busy and self._loop.time() < self._awake_until_s
-        return not awake and self._worker.arm()
 
     def _fail(self, error: TransferError) -> None:
         """UCX or the peer broke the rules; if the peer has said goodbye, that is the reason."""
@@ -199,35 +191,12 @@ class UcxLink:
                 _LOG.warning("dropping the ucx connection to %s: %s", self.name, error)
             self.close(error)
 
-    def _post(
-        self,
-        flight: Flight,
-        freight: Freight | None,
-        settle: Callable[[TransferError | None], None],
-    ) -> None:
-        self._aboard.append(_Aboard(flight, freight, settle))
-
     def _settle(self) -> bool:
         """Let go of the flights that have completed."""
-        done: list[_Aboard] = []
-        left: list[_Aboard] = []
-        for each in self._aboard:
-            (done if each.flight.completed else left).append(each)
-        if not done:
-            return False
-        self._aboard = left
-        self._watch.moved()
-        failure: TransferError | None = None
-        for each in done:  # every one, also after a failure: somebody may wait for its memory
-            try:
-                error = each.flight.error()
-                each.settle(error)
-            except TransferError as broken:
-                error = broken
-            failure = failure or error
-        if failure is not None:
-            raise failure
-        return True
+        settled = self._flights.settle()
+        if settled:
+            self._watch.moved()
+        return settled
 
     def _take(self) -> bool:
         """Look at what has arrived. What follows a control message waits until it is read."""
@@ -237,15 +206,17 @@ class UcxLink:
             if message is None:
                 break
             took = True
-            self._on_message(message, unpack_tag(message.tag))
-            self._settle()
+            self._on_message(message)
+            if self._reads_control:  # a short one has been read by now
+                self._settle()
         return took
 
-    def _on_message(self, message: Message, tag: Tag) -> None:
-        delivery = self._deliveries.get(tag.request)
-        if tag.key != self._own:
+    def _on_message(self, message: Message) -> None:
+        key, request, index = unpack_tag(message.tag)
+        delivery = self._deliveries.get(request)
+        if key != self._own:
             self._drop(message)  # from nobody who has met us
-        elif tag.request == 0:
+        elif request == 0:
             self._receive_control(message)
         elif delivery is None:
             self._drop(message)
@@ -253,7 +224,7 @@ class UcxLink:
             delivery.call_off()
             self._drop(message)
         else:
-            self._arrived.append(_Arrived(message, delivery, tag.piece))
+            self._arrived.append((message, delivery, index))
             if len(self._arrived) > MAX_WAITING:
                 raise FrameInvalid(f"more than {MAX_WAITING} pieces at once")
 
@@ -269,14 +240,14 @@ class UcxLink:
             if error is None and not self.closed:
                 self._handler.on_control(decode_control(memoryview(data)))
 
-        self._post(self._worker.receive(message, data), None, settle)
+        self._flights.post(self._worker.receive(message, data), None, settle)
 
     def _land(self) -> bool:
         """Receive pieces into memory, in the order of their arrival; drop what nobody wants."""
         landed = False
         while self._arrived and not self.closed:
             message, delivery, index = self._arrived[0]
-            if not delivery.unwanted and self._num_receives >= MAX_RECEIVES:
+            if not (self._may_receive or delivery.unwanted):
                 break
             found = delivery.berth(index, message.nbytes)
             if found is None:
@@ -287,6 +258,10 @@ class UcxLink:
             landed = True
         return landed
 
+    @property
+    def _may_receive(self) -> bool:
+        return self._num_receives < MAX_RECEIVES and self._received_nbytes < MAX_RECEIVED_NBYTES
+
     def _receive_piece(
         self, message: Message, delivery: Delivery, index: int, piece: Piece, berth: object
     ) -> None:
@@ -295,21 +270,24 @@ class UcxLink:
         except BlockingIOError:
             delivery.put_back(index)
             raise
+        nbytes = piece.nbytes
         self._num_receives += 1
+        self._received_nbytes += nbytes
 
         def settle(error: TransferError | None) -> None:
             self._num_receives -= 1
+            self._received_nbytes -= nbytes
             delivery.landed(piece, berth, failed=error is not None)
 
-        self._post(flight, delivery, settle)
+        self._flights.post(flight, delivery, settle)
 
     def _drop(self, message: Message) -> None:
-        self._post(self._worker.drop(message), None, _nothing)
+        self._flights.post(self._worker.drop(message), None, _nothing)
 
     def _load(self) -> bool:
         """Send pieces, one of each shipment in turn."""
         loaded = False
-        while self._shipments and self._num_sends < MAX_SENDS and not self.closed:
+        while self._shipments and self._may_send and not self.closed:
             shipment = self._shipments[0]
             piece = shipment.load()
             if piece is None:
@@ -320,28 +298,30 @@ class UcxLink:
             loaded = True
         return loaded
 
-    def _send_piece(self, shipment: Shipment, index: int, data: object) -> None:
-        tag = Tag(self._peer, shipment.request, index).pack()
+    @property
+    def _may_send(self) -> bool:
+        return self._num_sends < MAX_SENDS and self._sent_nbytes < MAX_SENT_NBYTES
+
+    def _send_piece(self, shipment: Shipment, index: int, nbytes: int, data: object) -> None:
+        tag = pack_tag(self._peer, shipment.request, index)
         try:
             flight = self._worker.send(data, tag)
         except BlockingIOError:
             shipment.put_back()
             raise
         self._num_sends += 1
+        self._sent_nbytes += nbytes
 
         def settle(error: TransferError | None) -> None:
             self._num_sends -= 1
+            self._sent_nbytes -= nbytes
             shipment.sent(failed=error is not None)
 
-        self._post(flight, shipment, settle)
+        self._flights.post(flight, shipment, settle)
 
     @property
     def _busy(self) -> bool:
-        return not self.closed and (bool(self._aboard) or self._handler.busy)
-
-    @property
-    def _unwanted(self) -> bool:
-        return any(each.freight is not None and each.freight.unwanted for each in self._aboard)
+        return not self.closed and (bool(self._flights) or self._handler.busy)
 
     async def finish(self) -> None:
         """Say goodbye, then close."""
@@ -359,27 +339,18 @@ class UcxLink:
         self._watch.stop()
         self._loop.remove_reader(self._worker.fileno())
         sock = self._lifeline.let_go()
-        for arrived in self._arrived:
+        for message, _, _ in self._arrived:
             with suppress(TransferError):  # one that UCX has given up already
-                self._worker.drop(arrived.message)
+                self._worker.drop(message)
         self._arrived.clear()
         self._worker.break_off()
-        self._settle_cut(error)
+        self._flights.settle_cut(error)
         for freight in (*self._shipments, *self._deliveries.values()):
             freight.call_off()
         self._shipments.clear()
         self._deliveries.clear()
-        self._farewells.part(self._worker, sock, partial(self._settle_cut, error, given_up=True))
+        self._farewells.part(self._worker, sock, partial(self._flights.give_up, error))
         self._handler.on_lost(error)
-
-    def _settle_cut(self, error: TransferError, *, given_up: bool = False) -> None:
-        """Let go of what was cut off: of the flights that have completed, or of all."""
-        aboard, self._aboard = self._aboard, []
-        for each in aboard:
-            if given_up or each.flight.completed:
-                each.settle(error)
-            else:
-                self._aboard.append(each)
 
 
 def _nothing(_error: TransferError | None) -> None:

@@ -2,8 +2,9 @@
 
 Owns the hand-over between the application's loop, which waits, and the ucx loop, which moves bytes.
 Invariant: ``wait`` ends only when no piece of the operation is aboard, whatever ended it: UCX is
-not told to touch the local memory any more, and has said that it does not. To stop is therefore a
-question to the ucx loop, and waiting for its answer; ``UcxLink`` bounds how long that takes.
+not told to touch the local memory any more, and has said that it does not, or is progressed no more
+(``ucx_stragglers``). To stop is therefore a question to the ucx loop, and waiting for its answer;
+``UcxLink`` bounds how long that takes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class UcxOperation:
 
     def leave(self) -> None:
         self._num_aboard -= 1
-        self._tell_when_quiet()
+        if self.finished:
+            self._tell_when_quiet()
 
     def _tell_when_quiet(self) -> None:
         if self.finished and self._num_aboard == 0:

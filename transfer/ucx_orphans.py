@@ -8,8 +8,9 @@ of a read does that, and so may any connection that is cut. By then UCX itself i
 them, so they are destroyed here by their handles, and the Python objects are kept for good, which
 keeps ucxx's: nothing may destroy them again.
 
-A worker of which UCX holds a flight even when its engine ends is not destroyed: UCX would call back
-into freed memory. It stays in ``kept_for_good``, with its flights and their buffers.
+A worker that is given up while UCX holds a flight is not destroyed: UCX would call back into freed
+memory. It is never progressed again (``ucx_stragglers``), and stays in ``kept_for_good``, with its
+flights and their buffers.
 
 Knows no peers. Costs a few kilobytes for each connection that is cut that way.
 """

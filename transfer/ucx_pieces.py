@@ -60,6 +60,9 @@ def cut(lengths: Sequence[int], piece_nbytes: int, *, packs: bool) -> list[Piece
                 room = min(piece_nbytes, MAX_PACKED_NBYTES) - nbytes
                 continue
         room = 0
+        if nbytes <= piece_nbytes:  # as below; most pages are one piece
+            pieces.append(Piece(index, 1, 0, nbytes))
+            continue
         pieces += [
             Piece(index, 1, skip, min(piece_nbytes, nbytes - skip))
             for skip in range(0, nbytes, piece_nbytes)

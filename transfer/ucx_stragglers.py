@@ -1,20 +1,23 @@
 """Workers that were cut off and of which UCX still holds a flight.
 
 Owns those of one engine, and what waits for their memory. Knows no peers and no sockets. Cutting
-an endpoint completes its flights, with one exception: memory that other workers' flights use as
-well stays registered until they are done, and the flight waits for that, in a list of its worker.
-Such a worker is progressed from time to time, and never destroyed before.
+an endpoint completes its flights, with one exception: before UCX gives one up it takes its memory
+out of its registration cache, and waits until no other flight uses that. Two connections that move
+the same bytes do that to each other for a moment. After a peer was killed in the middle of many
+reads and writes of the same bytes, over shared memory, flights were seen to stay for good.
 
-::
+Such a worker is progressed from time to time, for ``STRAGGLER_LIMIT_S``. Then it is never
+progressed again, and kept for the life of the process, because UCX would call back into it. Where
+bytes move only in ``progress`` (tcp, shared memory) that alone makes the memory quiet::
 
     break_off() ──▶ quiet ───────────────────────────────────────────────▶ released ──▶ closed
        └──▶ kept, progressed ──flights complete──▶ settled, forgotten ────────┘
-                └── after STRAGGLER_LIMIT_S ──▶ settled, still kept
-                └── too many of them, or the engine ends ──▶ settled, ``Worker.close``: which
-                                                     keeps it for the life of the process
+                └── after STRAGGLER_LIMIT_S, too many, or the engine ends
+                      ├── moves only in progress ──▶ progressed no more ──▶ settled: quiet
+                      └── devices move (RDMA, CUDA) ──▶ region shut ──▶ settled: in quarantine,
+                                     still progressed; closed if its flights complete after all
 
-Invariant: ``settle`` is called once. It comes before the flights have completed only in the last
-two cases, and loudly: the endpoint is closed by then, and the flights keep their buffers alive.
+Invariant: ``settle`` is called once, and after it nobody touches memory that is still in use.
 """
 
 from __future__ import annotations
@@ -103,9 +106,10 @@ class Stragglers:
         straggler.end_wait()
 
     def _give_up(self, straggler: _Straggler, reason: str) -> None:
+        """Never progress the worker again, and end what waits for it."""
         _LOG.warning("ucx has not completed what was cut off, and is not waited for: %s", reason)
-        self._forget(straggler)
         straggler.worker.close()
+        self._forget(straggler)
 
     def _start_timer(self) -> None:
         loop = asyncio.get_running_loop()
@@ -119,15 +123,18 @@ class Stragglers:
     def _on_timer(self) -> None:
         self._timer = None
         self.look()
-        for straggler in self._kept.values():
+        for straggler in list(self._kept.values()):
             straggler.waited_s += self._pause_s  # not by the clock: this process may have slept
             if straggler.waited_s >= STRAGGLER_LIMIT_S and not straggler.settled:
-                _LOG.error(
-                    "ucx has kept a flight for %s s after its connection was cut; its buffer "
-                    "stays alive, and the operation ends",
-                    STRAGGLER_LIMIT_S,
-                )
-                straggler.end_wait()
+                self._end_wait(straggler)
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         if self._kept and self._timer is None:
             self._start_timer()
+
+    def _end_wait(self, straggler: _Straggler) -> None:
+        reason = f"cut off for {STRAGGLER_LIMIT_S} s"
+        if straggler.worker.moves_only_in_progress:
+            self._give_up(straggler, reason)
+        else:  # a device moves bytes on its own: the flights show when it has stopped
+            _LOG.error("ucx may still touch memory of an operation that ends: %s", reason)
+            straggler.end_wait()

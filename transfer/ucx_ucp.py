@@ -22,7 +22,14 @@ import ucp._libs.ucx_api as api
 from ucp._libs.arr import Array
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
-from transfer.ucx_binding import Context, Flight, Message, UcxUnavailable, Worker
+from transfer.ucx_binding import (
+    Context,
+    Flight,
+    Message,
+    UcxUnavailable,
+    Worker,
+    moves_only_in_progress,
+)
 from transfer.ucx_orphans import keep_for_good
 
 DIALECT = "envelope"
@@ -54,7 +61,8 @@ class UcpFlight:
 class UcpWorker:
     """One ``ucp_worker`` with one endpoint."""
 
-    def __init__(self, context: api.UCXContext) -> None:
+    def __init__(self, context: api.UCXContext, *, moves_only_in_progress: bool = False) -> None:
+        self.moves_only_in_progress = moves_only_in_progress
         self._worker: api.UCXWorker | None = api.UCXWorker(context)
         self._fd = int(self._worker.init_blocking_progress_mode())
         self._endpoint: api.UCXEndpoint | None = None
@@ -171,7 +179,8 @@ class UcpWorker:
         return not self._under_way
 
     def close(self) -> None:
-        if self._worker is not None and not (self.quiet or self.break_off()):
+        may_break_off = not self._closing  # else it was, and may have been given up since
+        if self._worker is not None and not (self.quiet or (may_break_off and self.break_off())):
             keep_for_good(self)
             return
         self._arrived.clear()
@@ -188,12 +197,13 @@ class UcpContext:
         self.version = f"ucx {'.'.join(map(str, ucp.get_ucx_version()))} (ucp {ucp.__version__})"
         names = context.get_config().get("TLS", "all")
         self.resources: tuple[str, ...] = (f"UCX_TLS={names}",)
+        self._moves_only_in_progress = moves_only_in_progress(names.split(","))
 
     def open_worker(self) -> Worker:
         if self._context is None:
             raise PeerClosed("this transfer engine is closed")
         try:
-            return UcpWorker(self._context)
+            return UcpWorker(self._context, moves_only_in_progress=self._moves_only_in_progress)
         except api.UCXError as error:
             raise UcxUnavailable(f"ucx opens no worker: {error}{_ANSWER}") from error
 

@@ -15,7 +15,15 @@ import os
 import re
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
-from transfer.ucx_binding import Context, Flight, Message, UcxUnavailable, Worker
+from transfer.ucx_binding import (
+    Context,
+    Flight,
+    Message,
+    UcxUnavailable,
+    Worker,
+    moves_only_in_progress,
+    without_idle_cma,
+)
 from transfer.ucx_orphans import destroy_context, destroy_worker, keep_for_good
 
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some
@@ -28,6 +36,7 @@ from ucxx._lib.arr import Array
 DIALECT = "matched"
 # Older libraries do not know all options; each of these can be missing.
 OPTIONAL = ("POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING")
+SWEEP_AT = 64  # flights remembered; beyond, those that have completed are forgotten
 MAX_BREAK_ROUNDS = 1000  # of progress, until everything cut off has completed
 _RESOURCE = re.compile(r"^#.*resource.*md.*dev.*flags.*?(\S+/\S+)\s*$", re.MULTILINE)
 _ANY_TAG = api.UCXXTag(0)
@@ -46,34 +55,43 @@ class UcxxFlight:
     A request keeps its worker open, and whoever looks at a failure may keep this.
     """
 
-    __slots__ = ("_buffer", "_error", "_request", "_takes_nothing")
+    __slots__ = ("_buffer", "_error", "_request")
+    takes_nothing = False
 
-    def __init__(
-        self, request: api.UCXRequest, buffer: object, *, takes_nothing: bool = False
-    ) -> None:
+    def __init__(self, request: api.UCXRequest, buffer: object) -> None:
         self._request: api.UCXRequest | None = request
         self._buffer: object = buffer
-        self._takes_nothing = takes_nothing
         self._error: TransferError | None = None
 
     @property
     def completed(self) -> bool:
-        if self._request is not None and self._request.completed:
-            self._let_go(self._request)
-        return self._request is None
+        request = self._request
+        if request is None:
+            return True
+        if not request.completed:
+            return False
+        self._let_go(request)
+        return True
 
     def _let_go(self, request: api.UCXRequest) -> None:
         self._request = self._buffer = None
         try:
             request.check_error()
         except api.UCXMessageTruncatedError as error:
-            if not self._takes_nothing:  # else it is what was asked for
+            if not self.takes_nothing:  # else it is what was asked for
                 self._error = _failure(error)
         except api.UCXError as error:
             self._error = _failure(error)
 
     def error(self) -> TransferError | None:
         return self._error
+
+
+class _Dropped(UcxxFlight):
+    """A message of which nothing is taken."""
+
+    __slots__ = ()
+    takes_nothing = True
 
 
 class UcxxWorker:
@@ -93,6 +111,10 @@ class UcxxWorker:
     def _open(self) -> api.UCXWorker:
         assert self._worker is not None, "a worker that was closed"
         return self._worker
+
+    @property
+    def moves_only_in_progress(self) -> bool:
+        return moves_only_in_progress(self._context.resources)
 
     @property
     def address(self) -> bytes:
@@ -138,8 +160,7 @@ class UcxxWorker:
 
     def drop(self, message: Message) -> Flight:
         nothing = bytearray()
-        flight = UcxxFlight(self._take(message, nothing), nothing, takes_nothing=True)
-        return _keep(self._receives, flight)
+        return _keep(self._receives, _Dropped(self._take(message, nothing), nothing))
 
     def _take(self, message: Message, buffer: object) -> api.UCXRequest:
         try:
@@ -182,10 +203,10 @@ class UcxxWorker:
 
 
 def _keep(flights: list[UcxxFlight], flight: UcxxFlight) -> UcxxFlight:
-    """Remember a flight until it has completed."""
-    if not flight.completed:
+    """Remember a flight until it has completed, or a little longer: looking costs, keeping not."""
+    if len(flights) >= SWEEP_AT:
         flights[:] = [each for each in flights if not each.completed]
-        flights.append(flight)
+    flights.append(flight)
     return flight
 
 
@@ -199,7 +220,7 @@ class UcxxContext:
         self._num_open = 0
         self._orphaned = False
         found = _RESOURCE.findall(context.info)
-        self.resources: tuple[str, ...] = tuple(dict.fromkeys(found))
+        self.resources: tuple[str, ...] = without_idle_cma(dict.fromkeys(found))
         number = ".".join(map(str, ucxx.get_ucx_version()))
         self.version = f"ucx {number} (ucxx {ucxx.__version__})"
 

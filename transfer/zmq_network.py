@@ -1,7 +1,8 @@
 """Control channels over ZeroMQ: one ROUTER socket per listener, one DEALER per channel.
 
-Owns sockets, their options and the translation of ZeroMQ's errors. Knows no protocol: frames go
-to ``rpc.py`` and ``rpc_handlers.py``. Never blocks the loop: sends are non-blocking (a full queue
+Owns sockets, their options and the translation of ZeroMQ's errors; also those of publishers and
+subscriptions (``zmq_pubsub.py``). Knows no protocol: frames go to ``rpc.py`` and
+``rpc_handlers.py``. Never blocks the loop: sends are non-blocking (a full queue
 counts as a lost peer), names are resolved and connections made on ZeroMQ's own thread.
 
 A broken connection is noticed at once: a DEALER's monitor reports it; a ROUTER's monitor makes
@@ -31,10 +32,15 @@ from zmq.utils import z85
 
 from transfer.channel import Channel, Hello, Listener, Service
 from transfer.config import is_local_host
+from transfer.decoding import Data
 from transfer.errors import PeerClosed, PeerUnreachable
+from transfer.identity import Identity
+from transfer.loop_vigil import Answers, LoopVigil
+from transfer.pubsub import PartsCallback, Publisher, ReplaySource, Subscription
 from transfer.rpc import RpcChannel
 from transfer.rpc_frames import MAX_CONNECTIONS, MAX_FRAME_NBYTES
 from transfer.rpc_handlers import RpcServer
+from transfer.zmq_pubsub import MAX_PUBLISHED_MESSAGES, ZmqPublisher, ZmqSubscription
 from transfer.zmq_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
@@ -72,14 +78,25 @@ def _outward_host() -> str:
         return str(probe.getsockname()[0])
 
 
+def _bound_address(socket: zmq.Socket[Any]) -> tuple[str, str]:
+    """Return the endpoint of a bound socket, as ZeroMQ names it and as others reach it."""
+    endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    if urlsplit(endpoint).hostname == "0.0.0.0":
+        return endpoint, endpoint.replace("0.0.0.0", _outward_host(), 1)
+    return endpoint, endpoint
+
+
 class _DealerWire:
     """The wire of one channel."""
 
     def __init__(
         self, socket: zmq.Socket[Any], hello: Hello, address: str, net: ZmqNetwork
     ) -> None:
-        self.channel = RpcChannel(hello, self, address, on_closed=net.forget_channel)
-        self._socket = LoopSocket(socket, self._on_message, self._on_break)
+        answers = Answers(net.vigil())
+        self.channel = RpcChannel(
+            hello, self, address, answers=answers, on_closed=net.forget_channel
+        )
+        self._socket = LoopSocket(socket, self._on_message, self._on_break, views=True)
 
     def send(self, frame: bytes) -> None:
         try:
@@ -91,7 +108,7 @@ class _DealerWire:
     def close(self, *, flush: bool) -> None:
         self._socket.close(linger_ms=GOODBYE_LINGER_MS if flush else 0)
 
-    def _on_message(self, parts: list[bytes]) -> None:
+    def _on_message(self, parts: list[Data]) -> None:
         self.channel.on_frame(parts[-1])
 
     def _on_break(self) -> None:
@@ -107,12 +124,9 @@ class ZmqListener:
         self._network = net
         self._loop = asyncio.get_running_loop()
         self._raw = socket
-        self._endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._address = self._endpoint
-        if urlsplit(self._endpoint).hostname == "0.0.0.0":
-            self._address = self._endpoint.replace("0.0.0.0", _outward_host(), 1)
-        self.server = RpcServer(service, hello, self._send)
-        self._socket = LoopSocket(socket, self._on_message, self._on_break)
+        self._endpoint, self._address = _bound_address(socket)
+        self.server = RpcServer(service, hello, self._send, on_call=net.vigil().arrived)
+        self._socket = LoopSocket(socket, self._on_message, self._on_break, views=True)
         self._recheck: asyncio.TimerHandle | None = None
         self._broke = False  # since the clients were last asked
         self._closed = False
@@ -127,9 +141,9 @@ class ZmqListener:
         except zmq.ZMQError as error:
             self._loop.call_soon(self.server.on_gone, key, f"cannot send: {error.strerror}")
 
-    def _on_message(self, parts: list[bytes]) -> None:
+    def _on_message(self, parts: list[Data]) -> None:
         if len(parts) == 2:
-            self.server.on_frame(parts[0], parts[1])
+            self.server.on_frame(bytes(parts[0]), parts[1])
         else:
             self.server.counters["invalid"] += 1
 
@@ -195,14 +209,130 @@ class ZmqNetwork:
         self._context: zmq.Context[Any] | None = None
         self._channels: dict[RpcChannel, None] = {}
         self._listeners: dict[ZmqListener, None] = {}
+        self._casts: dict[ZmqPublisher | ZmqSubscription, None] = {}
+        self._vigil: LoopVigil | None = None
         self._closed = False
 
     async def listen(self, service: Service, hello: Hello, bind: str) -> Listener:
-        self._check_bind(bind)
-        socket = self._socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket = self._bound_socket(zmq.ROUTER, bind)
         socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)  # unbind cuts connections: goodbye first
+        listener = ZmqListener(socket, service, hello, self)
+        self._listeners[listener] = None
+        return listener
+
+    async def connect(self, address: str, hello: Hello, *, deadline_s: float) -> Channel:
+        socket = self._connected_socket(zmq.DEALER, address)
+        channel = _DealerWire(socket, hello, address, self).channel
+        self._channels[channel] = None
+        try:
+            await channel.open(deadline_s)
+        except BaseException:
+            channel.abort()
+            raise
+        return channel
+
+    def publish(self, bind: str, replay_bind: str, replay: ReplaySource) -> Publisher:
+        pub = self._bound_socket(zmq.PUB, bind)
+        try:
+            router = self._bound_socket(zmq.ROUTER, replay_bind)
+        except PeerUnreachable:
+            pub.close(linger=0)
+            raise
+        addresses = (_bound_address(pub)[1], _bound_address(router)[1])
+        forget = self._casts.pop
+        publisher = ZmqPublisher(pub, router, replay, addresses=addresses, on_closed=forget)
+        self._casts[publisher] = None
+        return publisher
+
+    def subscribe(
+        self,
+        address: str,
+        replay_address: str,
+        topic: bytes,
+        *,
+        on_message: PartsCallback,
+        on_replay: PartsCallback,
+    ) -> Subscription:
+        sub = self._connected_socket(zmq.SUB, address)
+        sub.setsockopt(zmq.SUBSCRIBE, topic)
+        try:
+            dealer = self._connected_socket(zmq.DEALER, replay_address)
+        except PeerUnreachable:
+            sub.close(linger=0)
+            raise
+        subscription = ZmqSubscription(
+            sub, dealer, on_message=on_message, on_replay=on_replay, on_closed=self._casts.pop
+        )
+        self._casts[subscription] = None
+        return subscription
+
+    async def close(self) -> None:
+        """Close every channel, listener, publisher and subscription; idempotent."""
+        self._closed = True
+        self._close_casts()
+        for channel in list(self._channels):
+            await channel.close()
+        for listener in list(self._listeners):
+            await listener.close()
+        self._terminate()
+
+    def abort(self) -> None:
+        """Close everything at once, without goodbye; idempotent."""
+        self._closed = True
+        self._close_casts()
+        for channel in list(self._channels):
+            channel.abort()
+        for listener in list(self._listeners):
+            listener.abort()
+        self._terminate()
+
+    def renew(self, identity: Identity) -> None:
+        """Answer to new channels as another incarnation of this process from now on."""
+        for listener in self._listeners:
+            listener.server.renew(identity)
+
+    def vigil(self) -> LoopVigil:
+        """What keeps this loop awake for all of this network's sockets."""
+        if self._vigil is None:
+            self._vigil = LoopVigil()
+        return self._vigil
+
+    def forget_channel(self, channel: RpcChannel) -> None:
+        self._channels.pop(channel, None)
+
+    def forget_listener(self, listener: ZmqListener) -> None:
+        self._listeners.pop(listener, None)
+
+    def _close_casts(self) -> None:
+        for cast in list(self._casts):
+            cast.close()
+
+    def _terminate(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.term()  # all sockets are closed: waits for the goodbyes, at most their linger
+
+    def _check_bind(self, bind: str) -> None:
+        if self._allow_remote or _is_local(bind):
+            return
+        raise PeerUnreachable(
+            f"will not listen at {bind}: it is reachable from other machines; bind to "
+            "tcp://127.0.0.1:0, or set a cluster secret and allow remote peers"
+        )
+
+    def _bound_socket(self, kind: int, bind: str) -> zmq.Socket[Any]:
+        """Return a new socket that listens at ``bind``; where there is a secret, as CURVE server.
+
+        Raises:
+            PeerUnreachable: the address is not allowed, or cannot be bound.
+        """
+        self._check_bind(bind)
+        socket = self._socket(kind)
         socket.setsockopt(zmq.BACKLOG, min(MAX_CONNECTIONS, 1024))
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        else:
+            socket.setsockopt(zmq.SNDHWM, MAX_PUBLISHED_MESSAGES)
         if self._curve is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve[1])
@@ -214,12 +344,11 @@ class ZmqNetwork:
                 f"cannot listen at {bind}: {error.strerror}; stop the process that holds the "
                 "address or choose another one (port 0 takes a free port)"
             ) from error
-        listener = ZmqListener(socket, service, hello, self)
-        self._listeners[listener] = None
-        return listener
+        return socket
 
-    async def connect(self, address: str, hello: Hello, *, deadline_s: float) -> Channel:
-        socket = self._socket(zmq.DEALER)
+    def _connected_socket(self, kind: int, address: str) -> zmq.Socket[Any]:
+        """Return a new socket that connects to ``address`` in the background, again and again."""
+        socket = self._socket(kind)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         if self._curve is not None:
@@ -234,51 +363,7 @@ class ZmqNetwork:
             raise PeerUnreachable(
                 f"cannot connect to {address!r}: {error.strerror}; expected tcp://host:port"
             ) from error
-        channel = _DealerWire(socket, hello, address, self).channel
-        self._channels[channel] = None
-        try:
-            await channel.open(deadline_s)
-        except BaseException:
-            channel.abort()
-            raise
-        return channel
-
-    async def close(self) -> None:
-        """Close every channel and listener in order; idempotent."""
-        self._closed = True
-        for channel in list(self._channels):
-            await channel.close()
-        for listener in list(self._listeners):
-            await listener.close()
-        self._terminate()
-
-    def abort(self) -> None:
-        """Close everything at once, without goodbye; idempotent."""
-        self._closed = True
-        for channel in list(self._channels):
-            channel.abort()
-        for listener in list(self._listeners):
-            listener.abort()
-        self._terminate()
-
-    def forget_channel(self, channel: RpcChannel) -> None:
-        self._channels.pop(channel, None)
-
-    def forget_listener(self, listener: ZmqListener) -> None:
-        self._listeners.pop(listener, None)
-
-    def _terminate(self) -> None:
-        context, self._context = self._context, None
-        if context is not None:
-            context.term()  # all sockets are closed: waits for the goodbyes, at most their linger
-
-    def _check_bind(self, bind: str) -> None:
-        if self._allow_remote or _is_local(bind):
-            return
-        raise PeerUnreachable(
-            f"will not listen at {bind}: it is reachable from other machines; bind to "
-            "tcp://127.0.0.1:0, or set a cluster secret and allow remote peers"
-        )
+        return socket
 
     def _socket(self, kind: int) -> zmq.Socket[Any]:
         if self._closed:

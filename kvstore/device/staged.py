@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from kvstore.device.staging import DevicePages, DeviceRegion, PageMove, Staging, StagingSlots
 from kvstore.page import PageKey
 from kvstore.store import (
+    DEFAULT_POLICY,
     GetOutcome,
     GetPage,
     GetResult,
@@ -30,6 +31,7 @@ from kvstore.store import (
     PageStore,
     PutOutcome,
     PutPage,
+    PutPolicy,
     PutResult,
     TransferCount,
 )
@@ -75,9 +77,14 @@ class StagedStore:
         return await self.inner.match(keys, deadline_s=deadline_s)
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
-        return await _Put(self, pages, _device(source), deadline_s).run()
+        return await _Put(self, pages, _device(source), deadline_s, policy).run()
 
     async def get(
         self,
@@ -162,9 +169,11 @@ class _Put(_Batches):
         pages: Sequence[PutPage],
         source: DeviceRegion,
         deadline_s: float,
+        policy: PutPolicy,
     ) -> None:
         super().__init__(store, source, deadline_s)
         self._pages = pages
+        self._policy = policy
         self._outcomes = [PutOutcome.FAILED] * len(pages)
 
     async def run(self) -> PutResult:
@@ -182,7 +191,10 @@ class _Put(_Batches):
         try:
             await self.staging.copy_out(moves)
             result = await self.store.inner.put(
-                puts, source=self.staging.region, deadline_s=self.deadline_s
+                puts,
+                source=self.staging.region,
+                deadline_s=self.deadline_s,
+                policy=self._policy,
             )
         except (RuntimeError, TransferError) as error:
             self.store.broke("broken_puts", error)
@@ -231,7 +243,7 @@ class _Get(_Batches):
     async def _ready(self, todo: list[int]) -> list[int]:
         keys = [self._pages[i].identity.key for i in todo]
         states = await self.store.inner.match(keys, deadline_s=self.deadline_s)
-        return [i for i, state in zip(todo, states, strict=True) if state is PageState.READY]
+        return [i for i, state in zip(todo, states, strict=True) if state.present]
 
     async def _wait_for_one(self, index: int) -> None:
         """Return when the page has come, after a while, or at the deadline."""

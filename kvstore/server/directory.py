@@ -1,52 +1,58 @@
 """The directory of one store node: which page is in which slot, and who may rely on it.
 
-Owns keys, reservations, read leases, recency and eviction for one segment. A synchronous core: no
-clock (``now_s`` is passed in), no socket, no bytes. The shell (``kvstore/server/node.py``) moves
-messages and checks checksums.
+Owns the parts and puts them behind one face; a synchronous core: no clock (``now_s`` is passed in),
+no socket, no bytes. The shell (``kvstore/server/node.py``) moves messages and checks checksums.
 
 ::
 
               reserve                     commit (generation fits, bytes verified)
     absent ─────────────▶ writing ──────────────────────────────▶ ready ◀─┐ acquire: lease + 1
       ▲                   │     │                                 │  │ └──┘ release / lease ends
-      │   abort, quiet    │     │ abort, not quiet; lease ends    │  │
-      ├───────────────────┘     ▼                          evict  │  │ drop (corrupt), clear
+      │   abort, quiet    │     │ abort, not quiet;               │  │
+      ├───────────────────┘     ▼ writer dead              evict  │  │ drop (corrupt), clear
       │   quarantine ends    fenced                               │  │ while leased
-      ├─────────────────────────┘          (leaf, no lease,       │  ▼
-      ├─────────────────────────────────── coldest first) ────────┘ dropped
+      ├─────────────────────────┘           (with an SSD copy:    │  ▼
+      ├────────────────────────────────────  spilled) ────────────┘ dropped
       └── last lease released or ended ───────────────────────────────┘
 
 *Fenced* and *dropped* slots are not reachable by key but still owed: a writer's bytes may be on the
-wire, a reader may be reading. They become free by timer or with the last lease.
+wire, a reader may be reading. They become free by timer or with the last lease. The parts:
+``Admission`` (reserve to commit), ``Reading`` (match, leases, pins), ``Evictor`` (watermarks,
+quotas), ``Spilling`` (SSD), all moving rows through ``Ledger`` in a ``PageTable``.
 
 Invariants (``check``): slots free + writing + ready + fenced + dropped = total; a slot under a
-lease is never freed; a page's stamp is at least that of its descendants in this directory; every
-ready page that is a leaf without leases is a candidate for eviction.
+lease is never freed; every ready page that is a leaf without leases is a candidate for eviction.
+A page is evicted before its ancestors, and an ancestor is as recent as the latest of its
+descendants once it is its turn.
 
 Fencing: a grant is named by its generation, which is never used again. A commit, abort or report
 that names another generation than the present one changes nothing and is counted.
-
-A page is evicted before its ancestors. The one exception: when pages of another size need a slab
-and none can be had, the coldest slab that nobody holds is emptied whole (``_empty_slabs``).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from kvstore.messages import ReserveStatus
+from kvstore.events import KvEventLog
+from kvstore.messages import STATES, LeasedPage
 from kvstore.page import PageKey, PageSpec
-from kvstore.server.entry import Counters, Entry, Lease, Reservation
-from kvstore.server.eviction import EvictionQueue
-from kvstore.server.leases import Leases
-from kvstore.server.segment import Segment, Slab
+from kvstore.replication.holdings import KeptAs
+from kvstore.server.admission import Admission
+from kvstore.server.entry import Counters, Grant, Lease, Reservation
+from kvstore.server.evictor import Evictor
+from kvstore.server.heat import HeatMeter
+from kvstore.server.ledger import Ledger
+from kvstore.server.page_table import DROPPED, FENCED, READY, SPILLED, WRITING, PageTable
+from kvstore.server.policies import policy_named
+from kvstore.server.reading import Reading
+from kvstore.server.segment import Segment
+from kvstore.server.spilling import Spilling
+from kvstore.server.tenants import Tenants
+from kvstore.server.usage import Usage
 from kvstore.server.watches import Watches
-from kvstore.store import PageIdentity, PageRecord, PageState
-from kvstore.verify import same_identity
+from kvstore.store import DEFAULT_POLICY, PageIdentity, PageRecord, PageState, PutPolicy
 
-EVICT_ON_DEMAND_MAX = 64  # pages evicted to make room for one page of another size
-EMPTY_SLABS_MAX = 4  # slabs emptied after that
+CLEAR_BATCH = 256  # pages forgotten at a time
 
 
 class Directory:
@@ -56,139 +62,199 @@ class Directory:
         segment: the slots to manage; nobody else allocates from it.
         lease_s: length of reservations and read leases, the grace included.
         high, low: used bytes between which ``tick`` evicts.
+        policy: name of the eviction policy.
+        quotas: fraction of the memory that is guaranteed, by namespace.
+        pinned_max: fraction of the segment that may be pinned.
+        half_life_s: of a page's heat.
     """
 
-    def __init__(self, segment: Segment, *, lease_s: float, high: int, low: int) -> None:
-        assert low <= high, (low, high)
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        lease_s: float,
+        high: int,
+        low: int,
+        policy: str = "lru",
+        quotas: Mapping[bytes, float] | None = None,
+        pinned_max: float = 0.25,
+        half_life_s: float = 600.0,
+    ) -> None:
         self.segment = segment
-        self.counters: Counters = Counters()
-        self.watches = Watches()
-        self._lease_s = lease_s
-        self._high = high
-        self._low = low
-        self._by_key: dict[PageKey, Entry] = {}
-        self._by_generation: dict[int, Entry] = {}  # also fenced and dropped ones
-        self._num_children: dict[bytes, int] = {}  # by parent key, of indexed entries
-        self._leases = Leases(lease_s)
-        self._slot_ends: list[tuple[float, int]] = []  # of reservations, by generation
-        self._queue = EvictionQueue()
-        self._now = 1  # logical time of recency: one per request
-        self._evicting = False  # between the watermarks, on the way down
-        self._num_ready = 0
-        self.last_page_nbytes = 0  # page size reserved last, for gauges
+        self._table = PageTable()
+        self._tenants = Tenants(quotas or {}, low)
+        self._ledger = Ledger(
+            segment,
+            self._table,
+            policy=policy_named(policy, self._table),
+            tenants=self._tenants,
+            heat=HeatMeter(self._table, half_life_s),
+        )
+        self._evictor = Evictor(self._ledger, high=high, low=low)
+        self._admission = Admission(self._ledger, self._evictor, lease_s=lease_s)
+        self._reading = Reading(self._ledger, lease_s=lease_s, pinned_max=pinned_max)
+        self.spilling = Spilling(self._ledger, self._evictor)
+        self.policy = policy
+
+    @property
+    def event_log(self) -> KvEventLog:
+        """What became readable here, and what did not stay so."""
+        return self._ledger.announcer.log
+
+    @property
+    def counters(self) -> Counters:
+        return self._ledger.counters
+
+    @property
+    def watches(self) -> Watches:
+        return self._ledger.watches
 
     # ---- looking
 
     def state(self, key: PageKey) -> PageState:
-        entry = self._by_key.get(key)
-        if entry is None:
-            return PageState.ABSENT
-        return PageState.READY if entry.ready else PageState.WRITING
+        return STATES[self._table.state[self._table.find(key)]]
 
-    def match(self, keys: Sequence[PageKey]) -> list[PageState]:
-        """Return the state of every key and touch the pages found."""
-        self._now += 1
-        for key in keys:
-            self._touch(self._by_key.get(key))
-        states = [self.state(key) for key in keys]
-        num_ready = states.count(PageState.READY)
-        self.counters["hits"] += num_ready
-        self.counters["misses"] += len(keys) - num_ready
-        return states
+    def match(self, packed: bytes, now_s: float, *, touch: bool = True) -> bytes:
+        """The state code of every packed key; with ``touch`` the pages found count as used."""
+        self._ledger.begin(now_s)
+        return self._reading.match(packed, touch=touch)
 
-    def find(self, key: PageKey, generation: int) -> Entry | None:
-        """The entry of ``key`` if it is still the grant ``generation``."""
-        entry = self._by_key.get(key)
-        return entry if entry is not None and entry.slot.generation == generation else None
+    def find(self, key: PageKey, generation: int) -> Grant | None:
+        """The page of ``key`` if it is still the grant ``generation``."""
+        table = self._table
+        row = table.find(key)
+        if not row or table.generation[row] != generation or table.state[row] == SPILLED:
+            return None
+        return Grant(
+            row=row,
+            key=key,
+            slot=self._ledger.slot(row),
+            spec=table.spec_of(row),
+            num_tokens=table.num_tokens[row],
+            ready=table.state[row] == READY,
+            checksum=table.checksum(row),
+        )
+
+    def record(self, key: PageKey) -> PageRecord | None:
+        """The record of a page in memory or on the SSD; None when there is none to read."""
+        row = self._table.find(key)
+        return self._table.record(row) if self._table.state[row] in (READY, SPILLED) else None
+
+    def uses(self, key: PageKey, now_s: float) -> float:
+        """Heat of a page in uses, decayed; 0 when it is absent."""
+        row = self._table.find(key)
+        return self._ledger.heat.uses_now(row, now_s) if row else 0.0
+
+    def scan(self, cursor: int, num_max: int) -> tuple[list[PageKey], int | None]:
+        """``kvstore.replication.holdings.Holdings``."""
+        rows = self._table.present_rows(cursor, num_max)
+        keys = [self._table.key(row) for row in rows]
+        return keys, rows[-1] + 1 if len(rows) == num_max else None
+
+    def kept_as(self, key: PageKey) -> KeptAs | None:
+        """``kvstore.replication.holdings.Holdings``."""
+        row = self._table.find(key)
+        if self._table.state[row] not in (READY, SPILLED):
+            return None
+        return KeptAs(self._table.spec_of(row), self._ledger.policy_of(row))
+
+    def cool(self, keys: Sequence[PageKey]) -> int:
+        """``kvstore.replication.holdings.Holdings``."""
+        rows = [row for key in keys if (row := self._table.find(key))]
+        rows = [row for row in rows if self._table.state[row] in (READY, SPILLED)]
+        for row in rows:
+            self._evictor.cool(row)
+        return len(rows)
+
+    # ---- numbers
 
     @property
     def num_pages(self) -> int:
-        """Ready pages."""
-        return self._num_ready
+        """Ready pages in memory."""
+        return self._ledger.num_in(READY)
+
+    @property
+    def num_spilled(self) -> int:
+        """Pages that are only on the SSD."""
+        return self._ledger.num_in(SPILLED)
 
     @property
     def num_writing(self) -> int:
-        return len(self._by_key) - self._num_ready
+        return self._ledger.num_in(WRITING)
 
     @property
     def num_owed(self) -> int:
         """Slots that are fenced or dropped and not free yet."""
-        return len(self._by_generation) - len(self._by_key)
+        return self._ledger.num_in(FENCED) + self._ledger.num_in(DROPPED)
 
     @property
     def num_leases(self) -> int:
-        return len(self._leases)
+        return self._reading.num_leases
 
     @property
     def num_held(self) -> int:
         """Promises to writers and readers that have not ended."""
         return self.num_writing + self.num_owed + self.num_leases
 
+    @property
+    def last_page_nbytes(self) -> int:
+        """Size of the page reserved last; 0 before the first."""
+        return self._admission.last_page_nbytes
+
+    @property
+    def evicting(self) -> bool:
+        """Eviction is under way between the watermarks."""
+        return self._evictor.evicting
+
+    def gauges(self) -> dict[str, float]:
+        """What is where, by name."""
+        ledger = self._ledger
+        return {
+            "num_pages": self.num_pages,
+            "num_spilled": self.num_spilled,
+            "num_on_ssd": self.spilling.num_on_ssd,
+            "num_writing": self.num_writing,
+            "num_fenced": ledger.num_in(FENCED),
+            "num_dropped": ledger.num_in(DROPPED),
+            "num_owed": self.num_owed,
+            "num_leases": self.num_leases,
+            "num_waits": len(self.watches),
+            "num_namespaces": len(self._table.namespaces),
+            "pinned_nbytes": ledger.num_pinned_nbytes,
+            "reclaim_s_max": ledger.reclaim_s_max,
+            "reclaim_s_sum": ledger.reclaim_s_sum,
+            "oldest_owed_s": ledger.oldest_owed_s,
+        }
+
+    def namespace_nbytes(self) -> dict[bytes, int]:
+        """Bytes of memory by namespace; without quotas all under the empty one."""
+        names = self._table.namespaces
+        return {names.name(number): n for number, n in self._tenants.held().items()}
+
+    def usage(self) -> Usage:
+        """What each namespace holds, to be counted."""
+        return Usage(self._table)
+
     # ---- writing
 
     def reserve(
-        self, pages: Sequence[PageIdentity], spec: PageSpec, now_s: float
+        self,
+        pages: Sequence[PageIdentity],
+        spec: PageSpec,
+        now_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
+        writer: str = "",
     ) -> list[Reservation]:
-        """Grant slots for absent pages; the writer must commit each before its lease ends."""
-        self._now += 1
-        for page in pages:  # first all ancestors, so that none is evicted for its descendants
-            self._touch(self._by_key.get(PageKey(page.parent)))
-        out: list[Reservation] = []
-        evict = spec.page_nbytes <= self.segment.nbytes
-        self.last_page_nbytes = spec.page_nbytes
-        for page in pages:
-            out.append(self._reserve(page, spec, now_s, evict=evict))
-            evict = evict and out[-1].status is not ReserveStatus.REFUSED
-        return out
+        """Grant slots for absent pages; the writer must commit each before its lease ends.
 
-    def _reserve(
-        self, page: PageIdentity, spec: PageSpec, now_s: float, *, evict: bool
-    ) -> Reservation:
-        present = self._by_key.get(page.key)
-        if present is not None:
-            return self._joined(present, page, spec)
-        if evict:
-            self._make_room(spec.page_nbytes)
-        slot = self.segment.allocate(spec.page_nbytes)
-        if slot is None:
-            self.counters["refused"] += 1
-            return Reservation(ReserveStatus.REFUSED)
-        slab = self.segment.slab_of(slot)
-        entry = Entry(page, spec, slot, slab, now_s + self._lease_s, self._now)
-        slab.stamp = self._now
-        self._by_key[page.key] = self._by_generation[slot.generation] = entry
-        self._num_children[page.parent] = self._num_children.get(page.parent, 0) + 1
-        self._touch(self._by_key.get(PageKey(page.parent)))
-        heapq.heappush(self._slot_ends, (entry.expires_s, slot.generation))
-        self.counters["reserved"] += 1
-        return Reservation(ReserveStatus.GRANTED, slot)
-
-    def _joined(self, present: Entry, page: PageIdentity, spec: PageSpec) -> Reservation:
-        self._touch(present)
-        if not same_identity(present.identity, page) or present.spec != spec:
-            self.counters["collisions"] += 1
-            return Reservation(ReserveStatus.COLLISION)
-        return Reservation(ReserveStatus.PRESENT if present.ready else ReserveStatus.WRITING)
+        ``writer`` names the process that writes, for ``bury``.
+        """
+        self._ledger.begin(now_s)
+        return self._admission.reserve(pages, spec, policy, writer)
 
     def commit(self, key: PageKey, generation: int, checksum: bytes) -> bool:
         """Make a written page visible; False when the reservation is gone."""
-        entry = self.find(key, generation)
-        if entry is None or entry.ready:
-            self.counters["stale_commits"] += 1
-            return False
-        entry.record = PageRecord(
-            key=key,
-            parent=entry.identity.parent,
-            depth=entry.identity.depth,
-            tokens=entry.identity.tokens,
-            checksum=checksum,
-            page_nbytes=entry.spec.page_nbytes,
-        )
-        self._num_ready += 1
-        self.counters["committed"] += 1
-        self._offer(entry)
-        self.watches.fire(key)
-        return True
+        return self._admission.commit(key, generation, checksum)
 
     def abort(self, key: PageKey, generation: int, *, quiet: bool) -> bool:
         """Give a reservation up; False when it is gone already.
@@ -196,198 +262,85 @@ class Directory:
         ``quiet`` says that no bytes of the writer can arrive any more; else the slot stays fenced
         until the reservation would have ended.
         """
-        entry = self.find(key, generation)
-        if entry is None or entry.ready:
-            self.counters["late_aborts"] += 1
-            return False
-        self.counters["aborted"] += 1
-        entry.fenced = not quiet
-        self._unindex(entry)
-        return True
+        return self._admission.abort(key, generation, quiet=quiet)
+
+    def renew_write(self, key: PageKey, generation: int, now_s: float) -> bool:
+        """Promise a writer a whole lease from now; False when its reservation is gone."""
+        self._ledger.begin(now_s)
+        return self._admission.renew(key, generation)
+
+    def bury(self, writer: str, now_s: float) -> int:
+        """The process ``writer`` is dead: give up what it reserved; returns how many pages."""
+        self._ledger.begin(now_s)
+        return self._admission.bury(writer)
 
     # ---- reading
 
-    def acquire(self, keys: Sequence[PageKey], now_s: float) -> Lease | None:
-        """Lease those of ``keys`` that are ready; None when none is."""
-        self._now += 1
-        entries = []
-        for key in dict.fromkeys(keys):
-            entry = self._by_key.get(key)
-            self._touch(entry)
-            if entry is not None and entry.ready:
-                entries.append(entry)
-        if not entries:
-            return None
-        self.counters["leased_pages"] += len(entries)
-        return self._leases.grant(entries, now_s)
+    def acquire(self, keys: Sequence[PageKey], now_s: float, *, touch: bool = True) -> Lease | None:
+        """Lease those of ``keys`` that are ready in memory; None when none is."""
+        self._ledger.begin(now_s)
+        return self._reading.acquire(keys, touch=touch)
+
+    def leased(self, lease: Lease) -> tuple[LeasedPage, ...]:
+        """Records and places of the pages of a lease, right after ``acquire``."""
+        return self._reading.leased(lease)
 
     def release(self, lease_id: int) -> bool:
         """End a lease; unknown, ended and repeated ones are counted and ignored."""
-        lease = self._leases.end(lease_id)
-        if lease is None:
-            self.counters["late_releases"] += 1
-            return False
-        for entry in lease.entries:
-            self._settle(entry)
-        return True
+        return self._reading.release(lease_id)
+
+    def renew_lease(self, lease_id: int, now_s: float) -> bool:
+        """Promise a reader a whole lease from now; False when its lease has ended."""
+        self._ledger.begin(now_s)
+        return self._reading.renew(lease_id)
 
     def drop(self, key: PageKey, generation: int) -> bool:
         """Forget a ready page that turned out to be corrupt."""
-        entry = self.find(key, generation)
-        if entry is None or not entry.ready:
-            return False
-        self.counters["dropped"] += 1
-        self._unindex(entry)
-        return True
+        return self._reading.drop(key, generation)
 
-    def clear(self) -> int:
-        """Forget all ready pages; writers in flight go on. Returns how many were forgotten."""
-        ready = [entry for entry in self._by_key.values() if entry.ready]
-        for entry in ready:
-            self._unindex(entry)
-        self._queue.clear()
-        self.counters["cleared"] += len(ready)
-        return len(ready)
+    def pin(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Never evict these; False: not ready in memory, or too much is pinned already."""
+        return self._reading.pin(keys)
+
+    def unpin(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Take pins off; False where there was none."""
+        return self._reading.unpin(keys)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Forget all present pages, or those of one namespace; returns how many."""
+        return sum(self.clearing(namespace))
+
+    def clearing(self, namespace: bytes | None = None) -> Iterator[int]:
+        """Likewise in batches, for callers with other things to do; yields how many each.
+
+        Writers in flight go on; pages stored after the start may stay.
+        """
+        rows = self._reading.present_rows(namespace)
+        for start in range(0, len(rows), CLEAR_BATCH):
+            yield self._reading.clear(rows[start : start + CLEAR_BATCH])
 
     # ---- time
 
-    def tick(self, now_s: float, num_evict_max: int) -> None:
+    def tick(self, now_s: float, num_evict_max: int) -> int:
         """End what has expired; evict a bounded number of pages between the watermarks.
 
-        Costs three comparisons when there is nothing to do.
+        Returns how many were evicted. Costs a few comparisons when there is nothing to do.
         """
-        self._now += 1
-        for lease in self._leases.expire(now_s):
-            self.counters["expired_leases"] += 1
-            for entry in lease.entries:
-                self._settle(entry)
-        while self._slot_ends and self._slot_ends[0][0] <= now_s:
-            self._end_slot(heapq.heappop(self._slot_ends)[1])
-        if self.segment.used_nbytes > self._high:
-            self._evicting = True
-        while self._evicting and num_evict_max > 0:
-            num_evict_max -= 1
-            self._evicting = self.segment.used_nbytes > self._low and self._evict_one()
-
-    def _end_slot(self, generation: int) -> None:
-        entry = self._by_generation.get(generation)
-        if entry is None or entry.ready:
-            return
-        if entry.indexed:  # the lease included the grace: nothing of the writer is on the wire
-            self.counters["expired_writes"] += 1
-            self._unindex(entry)
-        elif entry.fenced:
-            entry.fenced = False
-            self._settle(entry)
-
-    # ---- freeing
-
-    def _unindex(self, entry: Entry) -> None:
-        """Make the key absent; the slot becomes free now, or when nobody is owed it any more."""
-        del self._by_key[entry.key]
-        entry.indexed = False
-        self._num_ready -= entry.ready
-        parent = PageKey(entry.identity.parent)
-        self._num_children[parent] -= 1
-        if not self._num_children[parent]:
-            del self._num_children[parent]
-            if parent in self._by_key:
-                self._offer(self._by_key[parent])
-        self._settle(entry)
-        self.watches.fire(entry.key)
-
-    def _settle(self, entry: Entry) -> None:
-        """Free the slot of an unreachable entry nobody is owed; offer a reachable one."""
-        if entry.indexed:
-            self._offer(entry)
-        elif not entry.num_leases and not entry.fenced:
-            del self._by_generation[entry.slot.generation]
-            self.segment.free(entry.slot)
-
-    def _touch(self, entry: Entry | None) -> None:
-        """Stamp a page and its ancestors; stops where the chain is stamped already."""
-        while entry is not None and entry.stamp != self._now:
-            entry.stamp = entry.slab.stamp = self._now
-            entry = self._by_key.get(PageKey(entry.identity.parent))
-
-    # ---- evicting
-
-    def _evictable(self, entry: Entry) -> bool:
-        return (
-            entry.indexed
-            and entry.ready
-            and not entry.num_leases
-            and entry.key not in self._num_children
-        )
-
-    def _offer(self, entry: Entry) -> None:
-        if self._evictable(entry):
-            self._queue.offer(entry)
-
-    def _evict_one(self) -> bool:
-        """Evict the coldest leaf, unless it belongs to the request being served."""
-        entry = self._queue.pop(self._evictable)
-        if entry is None:
-            return False
-        if entry.stamp == self._now:
-            self._queue.offer(entry)
-            return False
-        self.counters["evicted"] += 1
-        self._unindex(entry)
-        return True
-
-    def _make_room(self, page_nbytes: int) -> None:
-        """Evict until a page of this size fits, within named bounds."""
-        for _ in range(EVICT_ON_DEMAND_MAX):
-            if self.segment.can_allocate(page_nbytes) or not self._evict_one():
-                break
-        if not self.segment.can_allocate(page_nbytes):
-            self._empty_slabs(page_nbytes)
-
-    def _empty_slabs(self, page_nbytes: int) -> None:
-        """Evict the coldest idle slabs of other sizes whole, until a page of this size fits."""
-        others = (slab for slab in self.segment.slabs() if slab.page_nbytes != page_nbytes)
-        cold = sorted(others, key=lambda slab: (slab.stamp, slab.offset))
-        num_emptied = 0
-        for slab in cold:
-            entries = self._idle_entries(slab)
-            if entries is None:
-                continue
-            self.counters["evicted"] += len(entries)
-            for entry in entries:
-                self._unindex(entry)
-            num_emptied += 1
-            if self.segment.can_allocate(page_nbytes) or num_emptied == EMPTY_SLABS_MAX:
-                return
-
-    def _idle_entries(self, slab: Slab) -> list[Entry] | None:
-        """All entries of a slab, or None when one is held or belongs to this request."""
-        entries = [self._by_generation[generation] for generation in slab.used.values()]
-        idle = all(
-            e.indexed and e.ready and not e.num_leases and e.stamp != self._now for e in entries
-        )
-        return entries if idle else None
+        self._ledger.begin(now_s)
+        self._reading.expire()
+        self._admission.expire()
+        for row in self._ledger.queues.lapse(now_s):
+            self.counters["lapsed_priorities"] += 1
+            self._ledger.offer(row)
+        return self._evictor.tick(num_evict_max)
 
     # ---- proof
 
     def check(self) -> None:
         """Assert the invariants; O(pages)."""
         self.segment.check()
-        assert self.segment.num_used == len(self._by_generation)
-        children: dict[bytes, int] = {}
-        leases = self._leases.counts()
-        for generation, entry in self._by_generation.items():
-            assert entry.slot.generation == generation
-            assert entry.slab.used.get(entry.slot.offset) == generation
-            assert entry.num_leases == leases.pop(generation, 0), generation
-            assert entry.indexed == (self._by_key.get(entry.key) is entry)
-            assert entry.indexed or entry.num_leases or entry.fenced, generation
-            assert not self._evictable(entry) or entry.queued, generation
-        assert not leases, "a leased slot was freed"
-        for key, entry in self._by_key.items():
-            assert entry.key == key
-            parent = self._by_key.get(PageKey(entry.identity.parent))
-            assert parent is None or parent.stamp >= entry.stamp, key
-            children[entry.identity.parent] = children.get(entry.identity.parent, 0) + 1
-        assert children == self._num_children
-        assert self._num_ready == sum(entry.ready for entry in self._by_key.values())
+        self._table.check()
+        self._admission.check()
+        self._reading.check()
+        self.spilling.check()
+        self._ledger.check()

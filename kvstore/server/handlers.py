@@ -12,10 +12,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from msgspec import structs
 
 from kvstore.checksum import PageBytes, checksums
-from kvstore.config import LEASES_MAX, PAGES_PER_MESSAGE_MAX, WAIT_S_MAX, WATCHES_MAX
+from kvstore.config import (
+    LEASES_MAX,
+    MATCH_KEYS_MAX,
+    NAMESPACES_SHOWN_MAX,
+    PAGES_PER_MESSAGE_MAX,
+    SESSIONS_MAX,
+    WAIT_S_MAX,
+    WATCHES_MAX,
+)
 from kvstore.messages import (
     AbortPages,
     AcquirePages,
@@ -23,24 +33,31 @@ from kvstore.messages import (
     ClearStore,
     CommitPages,
     CommitStatus,
-    LeasedPage,
+    HoldSession,
+    LeasesRenewed,
     MatchPages,
     OpenStore,
     PagesAcquired,
     PagesCommitted,
+    PagesMatched,
+    PagesPinned,
     PagesReserved,
     PageStates,
+    PinPages,
     ReadStats,
     ReleasePages,
+    RenewLeases,
     ReservePages,
     StoreDone,
     StoreOpened,
     StoreStats,
+    UnpinPages,
     WriteGrant,
+    unpack_keys,
 )
-from kvstore.page import PageKey
+from kvstore.page import KEY_NBYTES, PageKey
 from kvstore.server.directory import Directory
-from kvstore.server.entry import Entry
+from kvstore.server.entry import Grant
 from kvstore.store import PageState
 from kvstore.verify import well_formed
 from transfer.channel import Caller, Service
@@ -58,7 +75,7 @@ class StoreHandlers:
         region: the segment's memory.
         incarnation: of this node's process.
         lease_s: what clients are told; the directory adds the grace.
-        numbers: returns the node's stats.
+        numbers, facts: return the node's stats, and what it says of itself in words.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class StoreHandlers:
         incarnation: str,
         lease_s: float,
         numbers: Callable[[], dict[str, float]],
+        facts: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self._directory = directory
         self._view = region.view
@@ -80,9 +98,20 @@ class StoreHandlers:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._numbers = numbers
+        self._facts = facts
         self.counters: Counter[str] = Counter()
+        self.committed: Callable[[Sequence[PageKey]], None] = lambda keys: None
+        self.dropped: Callable[[Sequence[PageKey]], None] = lambda keys: None
+        self.spread: Callable[[Sequence[PageKey]], bytes] = lambda keys: b""
+        self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] = _nothing_spilled
+        self._sessions: Counter[str] = Counter()  # by incarnation of the caller
         self.draining = False
         self.closed = False
+
+    def renew(self, incarnation: str) -> None:
+        """Be another incarnation: what was granted before is refused from now on."""
+        self._incarnation = incarnation
+        self._opened = structs.replace(self._opened, incarnation=incarnation)
 
     def add_to(self, service: Service) -> None:
         service.on(OpenStore, self._open)
@@ -93,6 +122,10 @@ class StoreHandlers:
         service.on(AbortPages, self._abort)
         service.on(AcquirePages, self._acquire)
         service.on(ReleasePages, self._release)
+        service.on(RenewLeases, self._renew)
+        service.on(PinPages, self._pin)
+        service.on(UnpinPages, self._unpin)
+        service.on_stream(HoldSession, self._hold)
         service.on(ReadStats, self._stats)
         service.on(ClearStore, self._clear)
 
@@ -102,15 +135,26 @@ class StoreHandlers:
         self._admit(0)
         return self._opened
 
-    async def _match(self, message: MatchPages, caller: Caller) -> PageStates:
-        self._admit(len(message.keys))
-        return PageStates(tuple(self._directory.match(message.keys)))
+    async def _match(self, message: MatchPages, caller: Caller) -> PagesMatched:
+        self._admit_packed(message.keys)
+        return PagesMatched(self._directory.match(message.keys, _now_s(), touch=message.touch))
 
     async def _stats(self, message: ReadStats, caller: Caller) -> StoreStats:
-        return StoreStats(numbers=self._numbers())
+        usage = self._directory.usage()
+        if message.num_namespaces > 0:
+            for _ in usage.steps():
+                await asyncio.sleep(0)
+        num_max = min(max(0, message.num_namespaces), NAMESPACES_SHOWN_MAX)
+        return StoreStats(
+            numbers=self._numbers(), facts=self._facts(), namespaces=usage.largest(num_max)
+        )
 
     async def _clear(self, message: ClearStore, caller: Caller) -> StoreDone:
-        return StoreDone(self._directory.clear())
+        count = 0
+        for num_cleared in self._directory.clearing(message.namespace):
+            count += num_cleared
+            await asyncio.sleep(0)  # a million pages take seconds: others are served meanwhile
+        return StoreDone(count)
 
     # ---- writing
 
@@ -121,7 +165,9 @@ class StoreHandlers:
         for page in message.pages:
             if not well_formed(page, message.spec):
                 raise RemoteFailed("bad_page", f"{page} is not a page of {message.spec}")
-        reserved = self._directory.reserve(message.pages, message.spec, _now_s())
+        reserved = self._directory.reserve(
+            message.pages, message.spec, _now_s(), message.policy, caller.peer.incarnation
+        )
         return PagesReserved(
             incarnation=self._incarnation,
             lease_s=self._lease_s,
@@ -137,22 +183,24 @@ class StoreHandlers:
         self._admit(len(message.pages))
         self._fence(message.incarnation)
         found = [self._directory.find(page.key, page.generation) for page in message.pages]
-        entries = [entry for entry in found if entry is not None]
-        sums = iter(await checksums([self._bytes_of(entry) for entry in entries]))
+        grants = [grant for grant in found if grant is not None]
+        sums = iter(await checksums([self._bytes_of(grant) for grant in grants]))
         statuses = []
-        for page, entry in zip(message.pages, found, strict=True):
-            if entry is not None and next(sums) != page.checksum:
-                statuses.append(self._torn(entry))
+        for page, grant in zip(message.pages, found, strict=True):
+            if grant is not None and next(sums) != page.checksum:
+                statuses.append(self._torn(grant))
             elif self._directory.commit(page.key, page.generation, page.checksum):
                 statuses.append(CommitStatus.READY)
             else:
                 statuses.append(CommitStatus.STALE)
+        ready = CommitStatus.READY
+        self.committed([p.key for p, s in zip(message.pages, statuses, strict=True) if s is ready])
         return PagesCommitted(tuple(statuses))
 
-    def _torn(self, entry: Entry) -> CommitStatus:
+    def _torn(self, grant: Grant) -> CommitStatus:
         """The slot does not hold what the writer declared. A ready page is left alone."""
         self.counters["torn_writes"] += 1
-        self._directory.abort(entry.key, entry.slot.generation, quiet=False)
+        self._directory.abort(grant.key, grant.slot.generation, quiet=False)
         return CommitStatus.TORN
 
     async def _abort(self, message: AbortPages, caller: Caller) -> StoreDone:
@@ -171,14 +219,18 @@ class StoreHandlers:
         if self._directory.num_leases >= LEASES_MAX:
             raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
         until_s = _poll_end_s(message.wait_s, caller)
-        lease = self._directory.acquire(message.keys, _now_s())
+        await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
+        lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
         while lease is None and await self._changed(message.keys, until_s):
-            lease = self._directory.acquire(message.keys, _now_s())
+            lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
+        pages = () if lease is None else self._directory.leased(lease)
+        read = [page.record.key for page in pages] if message.touch else []
         return PagesAcquired(
             incarnation=self._incarnation,
             lease_id=0 if lease is None else lease.lease_id,
             lease_s=self._lease_s,
-            pages=() if lease is None else tuple(_leased(entry) for entry in lease.entries),
+            pages=pages,
+            spread=self.spread(read),
         )
 
     async def _await(self, message: AwaitPages, caller: Caller) -> PageStates:
@@ -207,24 +259,72 @@ class StoreHandlers:
         A report that is not confirmed was damage on the wire or in the reader's memory.
         """
         found = [self._directory.find(page.key, page.generation) for page in message.corrupt]
-        entries = [entry for entry in found if entry is not None and entry.ready]
-        sums = await checksums([self._bytes_of(entry) for entry in entries])
-        dropped = 0
-        for entry, digest in zip(entries, sums, strict=True):
-            if entry.record is not None and digest != entry.record.checksum:
-                dropped += self._directory.drop(entry.key, entry.slot.generation)
+        grants = [grant for grant in found if grant is not None and grant.ready]
+        sums = await checksums([self._bytes_of(grant) for grant in grants])
+        damaged = [g for g, digest in zip(grants, sums, strict=True) if digest != g.checksum]
+        dropped = [g.key for g in damaged if self._directory.drop(g.key, g.slot.generation)]
         self.counters["corrupt_reports"] += len(message.corrupt)
-        self.counters["corrupt_dropped"] += dropped
-        return dropped
+        self.counters["corrupt_dropped"] += len(dropped)
+        self.dropped(dropped)
+        return len(dropped)
+
+    # ---- holding
+
+    async def _renew(self, message: RenewLeases, caller: Caller) -> LeasesRenewed:
+        self._admit(len(message.lease_ids) + len(message.writes))
+        self._fence(message.incarnation)
+        directory, now_s = self._directory, _now_s()
+        return LeasesRenewed(
+            lease_s=self._lease_s,
+            leases=tuple(directory.renew_lease(lease, now_s) for lease in message.lease_ids),
+            writes=tuple(
+                directory.renew_write(page.key, page.generation, now_s) for page in message.writes
+            ),
+        )
+
+    async def _pin(self, message: PinPages, caller: Caller) -> PagesPinned:
+        return PagesPinned(bytes(self._directory.pin(self._unpack(message.keys))))
+
+    async def _unpin(self, message: UnpinPages, caller: Caller) -> PagesPinned:
+        return PagesPinned(bytes(self._directory.unpin(self._unpack(message.keys))))
+
+    async def _hold(self, message: HoldSession, caller: Caller) -> AsyncIterator[StoreDone]:
+        """Notice when the caller's process is gone: what it was writing is given up then."""
+        if self.num_sessions >= SESSIONS_MAX:
+            raise RemoteFailed("busy", f"this store node holds {SESSIONS_MAX} sessions already")
+        writer = caller.peer.incarnation
+        self._sessions[writer] += 1
+        try:
+            yield StoreDone()
+            await asyncio.get_running_loop().create_future()  # until this is cancelled
+        finally:
+            self._sessions[writer] -= 1
+            if not self._sessions[writer]:
+                del self._sessions[writer]
+                self._directory.bury(writer, _now_s())
+
+    @property
+    def num_sessions(self) -> int:
+        return self._sessions.total()
 
     # ---- shared
 
-    def _admit(self, num_pages: int) -> None:
+    def _admit(self, num_pages: int, num_pages_max: int = PAGES_PER_MESSAGE_MAX) -> None:
         if self.closed:
             raise RemoteFailed("closed", "this store node is shutting down")
-        if num_pages > PAGES_PER_MESSAGE_MAX:
-            text = f"{num_pages} pages in one message; send at most {PAGES_PER_MESSAGE_MAX}"
+        if num_pages > num_pages_max:
+            text = f"{num_pages} pages in one message; send at most {num_pages_max}"
             raise RemoteFailed("too_many_pages", text)
+
+    def _unpack(self, packed: bytes) -> list[PageKey]:
+        self._admit_packed(packed)
+        return unpack_keys(packed)
+
+    def _admit_packed(self, packed: bytes) -> None:
+        if len(packed) % KEY_NBYTES:
+            text = f"{len(packed)} bytes are no whole number of keys of {KEY_NBYTES}"
+            raise RemoteFailed("bad_keys", text)
+        self._admit(len(packed) // KEY_NBYTES, MATCH_KEYS_MAX)
 
     def _fence(self, incarnation: str) -> None:
         if incarnation != self._incarnation:
@@ -232,10 +332,10 @@ class StoreHandlers:
             text = f"the grant is of incarnation {incarnation}, this is {self._incarnation}"
             raise RemoteFailed("stale_incarnation", text)
 
-    def _bytes_of(self, entry: Entry) -> PageBytes:
-        slot = entry.slot
+    def _bytes_of(self, grant: Grant) -> PageBytes:
+        slot = grant.slot
         page = self._view[slot.offset : slot.offset + slot.nbytes]
-        return PageBytes(entry.spec, page, entry.identity.num_tokens)
+        return PageBytes(grant.spec, page, grant.num_tokens)
 
     async def _changed(self, keys: Sequence[PageKey], until_s: float) -> bool:
         """Wait until the state of one of ``keys`` changes; False when the time is over."""
@@ -256,6 +356,10 @@ class StoreHandlers:
         return not self.closed
 
 
+async def _nothing_spilled(keys: Sequence[PageKey], deadline_s: float) -> None:
+    """There is no tier below memory."""
+
+
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -263,8 +367,3 @@ def _now_s() -> float:
 def _poll_end_s(wait_s: float, caller: Caller) -> float:
     wait_s = min(wait_s, WAIT_S_MAX) if wait_s > 0.0 else 0.0  # a peer's number: may be NaN
     return min(_now_s() + wait_s, caller.deadline_s - REPLY_MARGIN_S)
-
-
-def _leased(entry: Entry) -> LeasedPage:
-    assert entry.record is not None
-    return LeasedPage(entry.record, entry.slot.offset, entry.slot.generation)

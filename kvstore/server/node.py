@@ -15,12 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 
 from kvstore.config import StoreConfig
-from kvstore.placement import WEIGHT_LABEL
+from kvstore.events import KvEventPublisher, WatchKvEvents
+from kvstore.placement import REPLICAS_FACT, WEIGHT_LABEL
+from kvstore.replication import Replicator
+from kvstore.replication.holdings import Holdings, OwnNode
 from kvstore.server.directory import Directory
 from kvstore.server.handlers import StoreHandlers
 from kvstore.server.segment import Segment
+from kvstore.server.tier import Tier
+from kvstore.server.tiering import Tiering
 from transfer.channel import Hello, Listener, Network, Service
 from transfer.identity import Identity
 from transfer.interface import Region, Transfer
@@ -30,7 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class StoreNode:
-    """One store node. Stores state no contract: a segment serves pages of any spec."""
+    """One store node. Stores state no contract: a segment serves pages of any spec.
+
+    ``wall_clock`` gives the time that KV events carry. ``tier`` is where pages go that
+    memory has no room for; opened by the caller, closed with the node.
+    """
 
     def __init__(
         self,
@@ -40,6 +50,8 @@ class StoreNode:
         network: Network,
         transfer: Transfer,
         membership: Membership,
+        wall_clock: Callable[[], float] | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -52,11 +64,23 @@ class StoreNode:
             lease_s=config.lease_s + config.lease_grace_s,
             high=int(nbytes * config.high_watermark),
             low=int(nbytes * config.low_watermark),
+            policy=config.eviction,
+            quotas=config.quotas_by_name(),
+            pinned_max=config.pinned_max,
+            half_life_s=config.half_life_s,
         )
+        self._events = KvEventPublisher(self._directory.event_log)
+        self._event_labels: dict[str, str] = {}
+        self._wall_clock = wall_clock
+        self._tier = tier
+        self._tiering: Tiering | None = None
         self._region: Region | None = None
         self._handlers: StoreHandlers | None = None
+        self._replicator: Replicator | None = None
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._started_s: float | None = None
+        self._born_s: float | None = None  # likewise, by the wall clock
         self._quiet = asyncio.Event()  # set by the tick when no promise is open
         self._draining = False
         self._closed = False
@@ -79,18 +103,28 @@ class StoreNode:
         Raises:
             PeerUnreachable: ``bind`` cannot be bound.
         """
+        self._started_s = asyncio.get_running_loop().time()
+        self._born_s = None if self._wall_clock is None else self._wall_clock()
         self._region = self._transfer.allocate(self.config.segment_nbytes)
         self._handlers = StoreHandlers(
             self._directory,
             self._region,
             incarnation=self.identity.incarnation,
             lease_s=self.config.lease_s,
-            numbers=self.numbers,
+            numbers=self._answer,
+            facts=self.facts,
         )
         service = Service()
         self._handlers.add_to(service)
+        service.on_stream(WatchKvEvents, self._events.watch)
+        self._replicator = self._replicate(service, self._handlers, self._region)
+        if self._tier is not None:
+            self._tiering = await self._open_tier(self._tier, self._handlers, self._region)
         hello = Hello(identity=self.identity)
         self._listener = await self._network.listen(service, hello, self.config.bind)
+        self._event_labels = self._events.open(
+            self._network, self.identity, bind=self.config.bind, wall_clock=self._wall_clock
+        )
         self._ticker = asyncio.create_task(self._tick(), name=f"{self.identity.node_id} tick")
         log.info(
             "store %s: %d MiB at %s over %s",
@@ -99,19 +133,57 @@ class StoreNode:
             self.address,
             self._transfer.transport,
         )
+        self._membership.subscribe(self._replicator.follow)
         await self._membership.join(self._info(), self.status)
+
+    async def _open_tier(self, tier: Tier, handlers: StoreHandlers, region: Region) -> Tiering:
+        """Index what the tier kept from a life before; from here on pages move."""
+        clock = asyncio.get_running_loop().time
+        tiering = Tiering(self._directory, tier, region.view, now_s=clock)
+        num_found = await tiering.adopt()
+        log.info("store %s: %d pages on the SSD", self.identity.node_id, num_found)
+        handlers.promote = tiering.promote
+        return tiering
+
+    def _replicate(self, service: Service, handlers: StoreHandlers, region: Region) -> Replicator:
+        own = OwnNode(service, self._directory, self.identity, region)
+        replicator = Replicator(self.config, own, network=self._network, transfer=self._transfer)
+        replicator.add_to(service)
+        handlers.committed, handlers.dropped = replicator.committed, replicator.dropped
+        handlers.spread = replicator.spread
+        return replicator
 
     def _info(self) -> NodeInfo:
         return NodeInfo(
             identity=self.identity,
             address=self.address,
             transport=self._transfer.transport,
+            contract={REPLICAS_FACT: str(self.config.replicas)},
             labels={
                 "pid": str(os.getpid()),
                 "segment_nbytes": str(self.config.segment_nbytes),
+                "policy": self.config.eviction,
                 WEIGHT_LABEL: repr(self.config.capacity_weight),
+                **self._event_labels,
             },
         )
+
+    @property
+    def holdings(self) -> Holdings:
+        """The pages that are here, for those who compare them."""
+        return self._directory
+
+    def renew(self, identity: Identity) -> None:
+        """Be another incarnation: clients have seen this node leave the cluster.
+
+        The pages stay (a key names their bytes); grants, and the right to end leases, do not.
+        """
+        self.identity = identity
+        self._events.renew(identity)
+        if self._handlers is not None:
+            self._handlers.renew(identity.incarnation)
+        if self._replicator is not None:
+            self._replicator.renew(identity)
 
     @property
     def healthy(self) -> bool:
@@ -126,20 +198,38 @@ class StoreNode:
         """Sizes and counters of this node, by name."""
         segment = self._directory.segment
         numbers: dict[str, float] = {
-            "num_pages": self._directory.num_pages,
+            **self._directory.gauges(),
             "num_free_pages": self._num_free_pages(),
             "segment_nbytes": segment.nbytes,
             "free_nbytes": segment.nbytes - segment.used_nbytes,
-            "num_writing": self._directory.num_writing,
-            "num_owed": self._directory.num_owed,
-            "num_leases": self._directory.num_leases,
-            "num_waits": len(self._directory.watches),
             **dict.fromkeys(("hits", "misses", "evicted", "corrupt_dropped"), 0),
         }
+        if self._born_s is not None:
+            numbers["start_time_s"] = self._born_s
         numbers.update(self._directory.counters)
+        numbers.update(self._events.counters())
+        if self._tiering is not None:
+            numbers.update(self._tiering.numbers())
         if self._handlers is not None:
             numbers.update(self._handlers.counters)
+            numbers["num_sessions"] = self._handlers.num_sessions
+        if self._replicator is not None:
+            numbers.update(self._replicator.numbers())
         return numbers
+
+    def _answer(self) -> dict[str, float]:
+        """The numbers for who asks. Heartbeats lack the last one: they are sent on when they
+        differ from those before."""
+        assert self._started_s is not None, "the store node has not been started"
+        uptime_s = asyncio.get_running_loop().time() - self._started_s
+        return {**self.numbers(), "uptime_s": uptime_s}
+
+    def facts(self) -> dict[str, str]:
+        """What the operator decided, and what ails the node: for people, in words."""
+        facts = {"policy": self._directory.policy, "replicas": str(self.config.replicas)}
+        if self._tier is not None and self._tier.degraded is not None:
+            facts["ssd_degraded"] = self._tier.degraded
+        return facts
 
     def _num_free_pages(self) -> int:
         """Free slots for the page size reserved last; 0 while none is known."""
@@ -151,17 +241,26 @@ class StoreNode:
             await asyncio.sleep(self.config.tick_s)
             now_s = asyncio.get_running_loop().time()
             self._directory.tick(now_s, self.config.evict_batch)
+            if self._tiering is not None:
+                self._tiering.kick()
+            self._events.flush()
             if not self._directory.num_held:
                 self._quiet.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new pages; return when no writer or reader holds one, or after ``timeout_s``."""
+        """Take no new pages and hand those that are here to other nodes.
+
+        Returns when all have a new place and no writer or reader holds one here, or after
+        ``timeout_s``.
+        """
         self._draining = True
         if self._handlers is not None:
             self._handlers.draining = True
         self._quiet.clear()
         try:
             async with asyncio.timeout(timeout_s):
+                if self._replicator is not None:
+                    await self._replicator.migrate()
                 if self._directory.num_held:
                     await self._quiet.wait()
         except TimeoutError:
@@ -175,6 +274,12 @@ class StoreNode:
         await self._membership.leave()
         ticker, listener = self._ticker, self._listener
         self.abort()
+        if self._replicator is not None:
+            await self._replicator.close()
+        if self._tiering is not None:
+            await self._tiering.close()
+        elif self._tier is not None:
+            await self._tier.close()
         if listener is not None:
             await listener.close()
         if ticker is not None:
@@ -183,8 +288,13 @@ class StoreNode:
     def abort(self) -> None:
         """Stop at once: no goodbye, all is refused, the memory is withdrawn. Idempotent."""
         self._closed = True
+        self._events.close()
         if self._handlers is not None:
             self._handlers.closed = True
+        if self._replicator is not None:
+            self._replicator.abort()
+        if self._tiering is not None:
+            self._tiering.abort()
         if self._ticker is not None:
             self._ticker.cancel()
         if self._region is not None:
@@ -193,3 +303,5 @@ class StoreNode:
     def check(self) -> None:
         """Assert the invariants of the directory and its segment."""
         self._directory.check()
+        if self._replicator is not None:
+            self._replicator.check()

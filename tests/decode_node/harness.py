@@ -35,6 +35,7 @@ from engine.step import SampleInput, SeqStep
 from kvstore.keys import namespace_of, page_keys
 from kvstore.page import PageId, PageKey, PageSpec
 from kvstore.store import PageIdentity, PageStore, PutPage, identities
+from tests.hub import HubNetwork
 from tests.kvstore.memory import MemoryStore
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.errors import RemoteFailed
@@ -113,8 +114,9 @@ class LocalListener:
     async def close(self) -> None: ...
 
 
-class LocalNetwork:
+class LocalNetwork(HubNetwork):
     def __init__(self) -> None:
+        super().__init__()
         self.hello: Hello | None = None
 
     async def listen(self, service: Service, hello: Hello, bind: str) -> Listener:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.request import DecodeRequest, Finished, FinishReason, PromptReady, TokensOut
-from kvstore.events import ClearCache, GetStats, PagesStored, WatchKvEvents
+from kvstore.events import ClearCache, GetStats, WatchKvEvents
 from tests.decode_node.harness import (
     GREEDY,
     S,
@@ -22,6 +22,7 @@ from tests.decode_node.harness import (
     rig,
 )
 from tests.kvstore.memory import MemoryStore
+from tests.kvstore.vllm_events import VllmMirror
 
 LONG = msgspec.structs.replace(GREEDY, max_tokens=300)
 
@@ -210,17 +211,19 @@ async def test_events_follow_the_cache() -> None:
     async with rig() as r:
         await r.answer(r.request(prompt_of(2 * S)))
         stream = r.node.service().streams[WatchKvEvents](WatchKvEvents(), caller())
-        async with contextlib.aclosing(stream) as batches:  # type: ignore[type-var]
-            snapshot = await anext(batches)
-            assert snapshot.snapshot
+        async with contextlib.aclosing(stream) as parts:  # type: ignore[type-var]
+            snapshot = await anext(parts)
             keys = keys_of(r.store.spec, prompt_of(2 * S))
-            assert snapshot.events == (PagesStored(tuple(keys)),)
+            assert snapshot.unpacked() == keys
+            assert snapshot.next_seq == len(r.network.publisher().sent)
             await r.answer(r.request(prompt_of(S, seed=5)))
-            batch = await anext(batches)
-            assert batch.seq == snapshot.seq + 1
-            assert batch.events == (
-                PagesStored(tuple(keys_of(r.store.spec, prompt_of(S, seed=5)))),
-            )
+        router = VllmMirror()
+        for sent in r.network.publisher().sent:
+            router.take(sent)
+        more = keys_of(r.store.spec, prompt_of(S, seed=5))
+        assert list(router.pages) == [*keys, *more]
+        assert router.pages[keys[0]] == (None, tuple(prompt_of(2 * S)[:S]))
+        assert router.pages[keys[1]] == (keys[0], tuple(prompt_of(2 * S)[S:]))
 
 
 async def test_clear_cache_forgets_pages_and_running_requests_go_on() -> None:

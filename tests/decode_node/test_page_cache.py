@@ -11,11 +11,15 @@ from decode_node.page_cache import PageCache
 from decode_node.page_holds import PageHolds
 from engine.page_allocator import PageAllocator
 from kvstore.events import KvEventLog, PagesRemoved, PagesStored
+from kvstore.events.wire import decode_batch
 from kvstore.page import PageId, PageKey
 
 
 def key(*path: int) -> PageKey:
-    return PageKey(bytes(path))
+    return PageKey(bytes(path).ljust(32, b"-"))
+
+
+TOKENS = bytes(16)
 
 
 def new_cache(num_pages: int) -> tuple[PageAllocator, PageCache, KvEventLog]:
@@ -27,7 +31,7 @@ def put(allocator: PageAllocator, cache: PageCache, *path: int) -> PageId:
     """Cache a fresh page under ``path`` that nobody but the cache holds."""
     (page_id,) = allocator.allocate(1) or [None]
     assert page_id is not None
-    assert cache.insert(key(*path), key(*path[:-1]) if len(path) > 1 else None, page_id)
+    assert cache.insert(key(*path), key(*path[:-1]) if len(path) > 1 else None, page_id, TOKENS)
     cache.release([page_id])
     return page_id
 
@@ -42,9 +46,9 @@ def test_match_returns_the_longest_cached_prefix_with_a_holder_each() -> None:
 def test_insert_takes_no_page_without_its_parent_and_none_twice() -> None:
     allocator, cache, _ = new_cache(8)
     a, b = allocator.allocate(2) or []
-    assert not cache.insert(key(1, 2), key(1), a)
-    assert cache.insert(key(1), None, a)
-    assert not cache.insert(key(1), None, b)
+    assert not cache.insert(key(1, 2), key(1), a, TOKENS)
+    assert cache.insert(key(1), None, a, TOKENS)
+    assert not cache.insert(key(1), None, b, TOKENS)
     assert [allocator.refs(a), allocator.refs(b)] == [2, 1]
     cache.release([a, b])
     cache.check()
@@ -93,12 +97,10 @@ def test_events_say_what_enters_and_leaves() -> None:
     put(allocator, cache, 1)
     put(allocator, cache, 1, 2)
     cache.evict(1)
-    batches = log.since(0)
-    assert batches is not None
-    assert [b.events for b in batches] == [
-        (PagesStored((key(1),)),),
-        (PagesStored((key(1, 2),)),),
-        (PagesRemoved((key(1, 2),)),),
+    (batch,) = log.flush(0.0)
+    assert decode_batch(batch.payload) == [
+        PagesStored([key(1), key(1, 2)], "GPU"),
+        PagesRemoved([key(1, 2)], "GPU"),
     ]
 
 
@@ -118,7 +120,8 @@ def test_the_cache_equals_a_naive_model(seed: int) -> None:
         if action == 0 and (fresh := allocator.allocate(1)) is not None:
             parent = path[:-1]
             expected = path not in model and (not parent or parent in model)
-            assert cache.insert(key(*path), key(*parent) if parent else None, fresh[0]) == expected
+            parent_key = key(*parent) if parent else None
+            assert cache.insert(key(*path), parent_key, fresh[0], TOKENS) == expected
             if expected:
                 model[path] = fresh[0]
             held.append(fresh)
@@ -224,7 +227,7 @@ def test_a_blocked_evict_does_not_look_at_held_pages(num_chains: int, only_last:
         keys = [PageKey(b"%d/%d" % (chain, i)) for i in range(num_pages // num_chains)]
         pages = allocator.allocate(len(keys)) or []
         for i, page in enumerate(pages):
-            assert cache.insert(keys[i], keys[i - 1] if i else None, page)
+            assert cache.insert(keys[i], keys[i - 1] if i else None, page, TOKENS)
         cache.release(pages)
         if only_last:
             cache.match_one(keys[-1])
@@ -250,3 +253,50 @@ def test_pages_used_over_and_over_leave_one_entry_each() -> None:
         cache.check()  # one entry in the heap for each page
     assert cache.evict(2) == 2
     assert key(2) in cache
+
+
+def test_clearing_a_namespace_leaves_the_others_and_what_sequences_hold() -> None:
+    allocator, cache, log = new_cache(16)
+    a, b = b"a" * 32, b"b" * 32
+    for path, namespace in (((1,), a), ((1, 2), a), ((3,), b), ((3, 4), b)):
+        (page_id,) = allocator.allocate(1) or [None]
+        assert page_id is not None
+        parent = key(*path[:-1]) if len(path) > 1 else None
+        assert cache.insert(key(*path), parent, page_id, TOKENS, namespace)
+        cache.release([page_id])
+    held = cache.match([key(1)])
+    assert cache.clear_namespace(a) == 2
+    assert cache.clear_namespace(a) == 0
+    cache.check()
+    assert list(log.held()) == [key(3), key(3, 4)]
+    assert allocator.refs(held[0]) == 1, "its sequence keeps the page"
+    cache.release(held)
+    cache.check()
+    assert cache.evict(10) == 2
+    assert allocator.num_free == 15
+
+
+def test_clearing_namespaces_at_random_keeps_the_invariants() -> None:
+    rng = random.Random(3)
+    allocator, cache, _ = new_cache(64)
+    spaces = [bytes([n]) * 32 for n in range(3)]
+    held: list[PageId] = []
+    for _ in range(600):
+        space = rng.randrange(3)
+        depth = rng.randrange(1, 5)
+        path = [space, *(rng.randrange(2) for _ in range(depth))]
+        if rng.random() < 0.1:
+            cache.clear_namespace(spaces[space])
+            assert all(key(*path[:n]) not in cache for n in range(2, len(path) + 1))
+        elif rng.random() < 0.4:
+            cache.release(held)
+            held = cache.match([key(*path[:n]) for n in range(2, len(path) + 1)])
+        else:
+            cache.evict(8)
+            for n in range(2, len(path) + 1):
+                (page_id,) = allocator.allocate(1) or [None]
+                assert page_id is not None
+                parent = key(*path[: n - 1]) if n > 2 else None
+                cache.insert(key(*path[:n]), parent, page_id, TOKENS, spaces[space])
+                cache.release([page_id])
+        cache.check()

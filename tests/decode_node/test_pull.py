@@ -9,7 +9,16 @@ import pytest
 
 from engine.request import FinishReason
 from kvstore.page import PageKey
-from kvstore.store import GetOutcome, GetPage, GetResult, PageState, PutPage, PutResult
+from kvstore.store import (
+    DEFAULT_POLICY,
+    GetOutcome,
+    GetPage,
+    GetResult,
+    PageState,
+    PutPage,
+    PutPolicy,
+    PutResult,
+)
 from tests.decode_node.harness import S, prompt_of, rig
 from tests.kvstore.memory import MemoryStore
 from transfer.interface import Region
@@ -224,9 +233,14 @@ class Stubborn:
         return await self._store.match(keys, deadline_s=deadline_s)
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
-        return await self._store.put(pages, source=source, deadline_s=deadline_s)
+        return await self._store.put(pages, source=source, deadline_s=deadline_s, policy=policy)
 
     async def get(
         self,

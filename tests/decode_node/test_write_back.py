@@ -14,8 +14,17 @@ from decode_node.write_back import PUT_PAGES_MAX, WriteBack
 from engine.fake import FakeRunner
 from engine.page_allocator import PageAllocator
 from engine.request import FinishReason
+from kvstore.keys import namespace_of
 from kvstore.page import PageId, PageKey
-from kvstore.store import PageIdentity, PutOutcome, PutPage, PutResult, TransferCount
+from kvstore.store import (
+    DEFAULT_POLICY,
+    PageIdentity,
+    PutOutcome,
+    PutPage,
+    PutPolicy,
+    PutResult,
+    TransferCount,
+)
 from tests.decode_node.harness import GREEDY, LocalRegion, S, prompt_of, rig
 from tests.kvstore.memory import MemoryStore
 from transfer.interface import Region
@@ -30,14 +39,19 @@ class GatedStore(MemoryStore):
         self.fails = False
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
         gate = asyncio.Event()
         self.gates.append(gate)
         await gate.wait()
         if self.fails:
             return PutResult([PutOutcome.FAILED] * len(pages), TransferCount(0, 0))
-        return await super().put(pages, source=source, deadline_s=deadline_s)
+        return await super().put(pages, source=source, deadline_s=deadline_s, policy=policy)
 
 
 class Bench:
@@ -178,3 +192,53 @@ async def test_a_leg_that_is_handed_over_waits_for_all_its_puts() -> None:
         assert answer.finished.pages_pushed == 2
         assert answer.finished.reason in (FinishReason.ABORT, FinishReason.LENGTH)
         await drained
+
+
+async def test_pages_of_two_namespaces_never_share_a_put() -> None:
+    class Recording(MemoryStore):
+        def __init__(self, inner: MemoryStore) -> None:
+            super().__init__(inner.spec)
+            self.puts: list[tuple[bytes, int]] = []
+
+        async def put(
+            self,
+            pages: Sequence[PutPage],
+            *,
+            source: Region,
+            deadline_s: float,
+            policy: PutPolicy = DEFAULT_POLICY,
+        ) -> PutResult:
+            self.puts.append((policy.namespace, len(pages)))
+            return await super().put(pages, source=source, deadline_s=deadline_s, policy=policy)
+
+    bench = Bench()
+    store = bench.write_back._store = Recording(bench.store)
+    ours, theirs = b"o" * 32, b"t" * 32
+    bench.write_back.submit(bench.pages(1, 2), SeqStats(), PutPolicy(namespace=ours))
+    bench.write_back.submit(bench.pages(3, 4, 5), SeqStats(), PutPolicy(namespace=theirs))
+    bench.write_back.submit(bench.pages(6), SeqStats(), PutPolicy(namespace=ours))
+    assert await bench.write_back.flush(20.0)
+    assert store.puts == [(ours, 2), (theirs, 3), (ours, 1)]
+
+
+async def test_a_sequence_is_stored_under_its_namespace() -> None:
+    stored: list[bytes] = []
+
+    class Recording(GatedStore):
+        async def put(
+            self,
+            pages: Sequence[PutPage],
+            *,
+            source: Region,
+            deadline_s: float,
+            policy: PutPolicy = DEFAULT_POLICY,
+        ) -> PutResult:
+            stored.append(policy.namespace)
+            return PutResult([PutOutcome.STORED] * len(pages), TransferCount(0, 0))
+
+    async with rig(wrap=Recording) as r:
+        request = msgspec.structs.replace(r.request(prompt_of(3 * S)), cache_salt="tenant")
+        await r.answer(request)
+        await r.until(lambda: bool(stored))
+    info = FakeRunner(num_pages=4, page_size=S).info
+    assert set(stored) == {namespace_of(info.fingerprint, r.store.spec, salt="tenant")}

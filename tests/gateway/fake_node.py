@@ -31,9 +31,17 @@ from engine.request import (
     TokenOut,
     TokensOut,
 )
-from kvstore.events import KvEventBatch, KvEventLog, WatchKvEvents
+from kvstore.events import (
+    CacheCleared,
+    ClearCache,
+    KvEventLog,
+    KvEventPublisher,
+    WatchKvEvents,
+)
 from kvstore.keys import namespace_of, page_keys
 from kvstore.page import PageKey, PageSpec
+from tests.hub import Hub, HubNetwork
+from transfer.channel import Caller
 from transfer.identity import NodeId, Role, new_identity
 from transfer.membership import Member, NodeInfo, NodeStatus
 
@@ -101,7 +109,7 @@ def output_at(request: GenerateRequest, reply: list[int], index: int) -> TokenOu
 class FakeNode:
     """One prefill or decode node."""
 
-    def __init__(self, role: Role, name: str, reply: Reply) -> None:
+    def __init__(self, role: Role, name: str, reply: Reply, hub: Hub) -> None:
         self.identity = new_identity(role, name)
         self.reply = reply
         self.address = f"fake://{name}/{self.identity.incarnation}"
@@ -121,13 +129,17 @@ class FakeNode:
         self.updates: list[PrefillUpdate] = []
         self.open_streams: list[str] = []
         self.log = KvEventLog()
-        self.batches: list[asyncio.Queue[KvEventBatch]] = []
+        self.events = KvEventPublisher(self.log)
+        self.event_labels = self.events.open(
+            HubNetwork(hub), self.identity, bind="tcp://127.0.0.1:0", wall_clock=lambda: 0.0
+        )
         self.caches = False
         self._news: dict[str, list[PrefillUpdate]] = {}
         self._news_event = asyncio.Event()
         self.cached_local = 0
         self.cached_store = 0
         self.bad_acks = 0
+        self.cleared: list[bytes | None] = []
 
     @property
     def name(self) -> NodeId:
@@ -136,6 +148,7 @@ class FakeNode:
     @property
     def member(self) -> Member:
         labels = {"max_model_len": str(MAX_MODEL_LEN), "vocab_size": "259", "eos_token_ids": "257"}
+        labels |= self.event_labels
         info = NodeInfo(
             identity=self.identity,
             address=self.address,
@@ -150,13 +163,14 @@ class FakeNode:
 
     def kill(self) -> None:
         self.dead.set()
+        self.events.close()
 
     def publish(self, stored: Sequence[PageKey] = (), removed: Sequence[PageKey] = ()) -> None:
-        before = self.log.seq
-        self.log.record(stored, removed)
-        for batch in self.log.since(before) or []:
-            for queue in self.batches:
-                queue.put_nowait(batch)
+        """Announce what of this is news."""
+        new = [key for key in dict.fromkeys(stored) if key not in self.log.held()]
+        self.log.removed([key for key in removed if key in self.log.held()])
+        self.log.stored(new, parent=None, tokens=bytes(4 * SPEC.page_size * len(new)))
+        self.events.flush()
 
     def handle(self, message: msgspec.Struct) -> AsyncIterator[Any]:
         if isinstance(message, PrefillRequest):
@@ -164,7 +178,7 @@ class FakeNode:
         if isinstance(message, DecodeRequest):
             return self._decode(message)
         assert isinstance(message, WatchKvEvents)
-        return self._watch()
+        return self.events.watch(message, Caller(peer=self.identity, deadline_s=0.0))
 
     def update(self, update: PrefillUpdate) -> Ack:
         if self.bad_acks:
@@ -176,15 +190,9 @@ class FakeNode:
         self._news_event.set()
         return Ack(known=update.request_id in self.open_streams)
 
-    async def _watch(self) -> AsyncIterator[KvEventBatch]:
-        queue: asyncio.Queue[KvEventBatch] = asyncio.Queue()
-        self.batches.append(queue)
-        try:
-            yield self.log.snapshot()
-            while True:
-                yield await queue.get()
-        finally:
-            self.batches.remove(queue)
+    def clear(self, message: ClearCache) -> CacheCleared:
+        self.cleared.append(message.namespace)
+        return CacheCleared(num_pages=3)
 
     def _fault(self, at: int) -> None:
         if self.faults and self.faults[0].at == at:

@@ -15,7 +15,9 @@ from engine.request import PrefillUpdate, TokenOut
 from gateway.config import DispatcherConfig
 from gateway.dispatch import Dispatcher
 from gateway.trace import GenerationDone, GenerationTrace
+from kvstore.events import ClearCache
 from tests.gateway.fake_node import FakeNode, Reply, alphabet_reply, request_of
+from tests.hub import HubNetwork
 from transfer.channel import Channel, Hello, Listener, Service
 from transfer.errors import PeerLost, PeerUnreachable
 from transfer.identity import Identity, Role, new_identity
@@ -42,6 +44,8 @@ class FakeChannel:
         await asyncio.sleep(0)
         if self.closed:
             raise PeerLost(f"{self._node.name} is dead")
+        if isinstance(message, ClearCache):
+            return self._node.clear(message)
         assert isinstance(message, PrefillUpdate)
         return self._node.update(message)
 
@@ -78,10 +82,11 @@ class FakeChannel:
         self._closed.set()
 
 
-class FakeNetwork:
+class FakeNetwork(HubNetwork):
     """Connects to the nodes of a ``FakeCluster`` by address."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.nodes: dict[str, FakeNode] = {}
         self.num_connects = 0
 
@@ -178,7 +183,7 @@ class FakeCluster:
 
     def add(self, role: Role, name: str) -> FakeNode:
         """Add a node, or another life of one; ``show`` makes it known."""
-        node = FakeNode(role, name, self.reply)
+        node = FakeNode(role, name, self.reply, self.network.hub)
         self.nodes[name] = node
         self.network.nodes[node.address] = node
         return node

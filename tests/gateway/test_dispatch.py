@@ -341,7 +341,9 @@ async def test_a_gap_in_the_events_is_resynced_once() -> None:
         index, node = cluster.dispatcher.placement.index, cluster.p()
         node.publish(stored=keys_of(PROMPT)[:1])
         await wait_for(lambda: index.num_entries == 1)
-        node.log.record(keys_of(PROMPT)[1:2])  # recorded, never sent
+        cluster.network.hub.drops = 1
+        node.publish(stored=keys_of(PROMPT)[1:2])  # lost on the wire
         node.publish(stored=keys_of(PROMPT)[2:])
         await wait_for(lambda: index.num_entries == 3)
-        assert index.num_gaps == 1
+        counters = cluster.dispatcher.placement.links.event_counters
+        assert (counters.num_gaps, counters.num_replayed) == (1, 2)

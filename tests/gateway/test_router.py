@@ -10,7 +10,7 @@ import pytest
 from gateway.config import RouterConfig
 from gateway.prefix_index import PrefixIndex
 from gateway.router import Dispatch, Load, Query, Router
-from kvstore.events import KvEventBatch, PagesStored
+from kvstore.events import PagesStored
 from kvstore.page import PageKey
 from transfer.identity import NodeId
 
@@ -38,8 +38,7 @@ def make(load: Load = "prefill") -> tuple[Router, PrefixIndex]:
 
 
 def holds(index: PrefixIndex, node: NodeId, prompt: Query) -> None:
-    batch = KvEventBatch(seq=1, events=(PagesStored(tuple(prompt.keys)),), snapshot=True)
-    assert index.apply(node, batch)
+    index.replace(node, prompt.keys)
 
 
 @pytest.mark.parametrize("load", ["prefill", "decode"])
@@ -68,16 +67,13 @@ def test_one_hot_prefix_loads_four_nodes_evenly(load: Load, in_flight: int, page
     holds(index, NODES[0], shared(pages, "first", pages * S))
     running: list[tuple[float, Dispatch]] = []
     counts: Counter[NodeId] = Counter()
-    seqs = dict.fromkeys(NODES, 1)
     now_s = 0.0
     for at in range(400):
         now_s += 0.2 / in_flight
         for ends_s, done in [entry for entry in running if entry[0] <= now_s]:
             running.remove((ends_s, done))
             router.ended(done, now_s)
-            seqs[done.node_id] += 1
-            event = PagesStored(tuple(done.keys))
-            assert index.apply(done.node_id, KvEventBatch(seq=seqs[done.node_id], events=(event,)))
+            index.apply(done.node_id, [PagesStored(done.keys)])
         dispatch = router.pick(shared(pages, f"q{at}", pages * S + 20), NODES, now_s)
         assert dispatch is not None
         counts[dispatch.node_id] += 1

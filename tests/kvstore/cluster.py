@@ -91,6 +91,12 @@ class StoreCluster:
 
         return Stores(open_client, transfer)
 
+    def kill(self, node: StoreNode) -> None:
+        """The process is gone at once, and so is its seat in the membership."""
+        node.abort()
+        self.world.cut(node.identity.node_id)
+        self.world.unlist(node.identity.node_id)
+
     async def close(self) -> None:
         for client in self.clients:
             await client.close()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvstore.messages import PagesAcquired
+from tests.hub import HubNetwork
 from transfer.channel import Caller, Channel, Hello, Listener, Service
 from transfer.errors import (
     DeadlineExceeded,
@@ -20,6 +23,7 @@ from transfer.errors import (
     PeerLost,
     PeerUnreachable,
     RegionRevoked,
+    RemoteFailed,
     TransferError,
 )
 from transfer.identity import Identity, NodeId
@@ -46,6 +50,11 @@ class World:
         self.flip_reads = False  # every read delivers one flipped byte
         self.flip_writes = False
         self.fail_read_at: int | None = None  # the read of this number fails
+        self.unreadable: int | None = None  # reads from this offset of any region fail
+        self.copy_error: TransferError | None = None  # of reads with background priority
+        self.stuck: Region | None = None  # reads into this region wait until their deadline
+        self.granted: list[NodeId] = []  # who has granted read leases
+        self.break_writes = 0  # so many more writes fail half-way
         self.reads: list[list[Range]] = []
         self.writes: list[list[Range]] = []
         self._next = 0
@@ -144,9 +153,16 @@ class FakeTransfer:
         priority: Priority = Priority.NOW,
     ) -> None:
         remote = await self._remote(token, "r", deadline_s)
+        if into is self._world.stuck:
+            await asyncio.sleep(deadline_s - asyncio.get_running_loop().time())
+            raise DeadlineExceeded("stuck")
+        if priority is Priority.BACKGROUND and self._world.copy_error is not None:
+            raise self._world.copy_error
         self._world.reads.append(list(ranges))
         if len(self._world.reads) - 1 == self._world.fail_read_at:
             raise FrameInvalid("this read fails")
+        if any(r.remote_offset == self._world.unreadable for r in ranges):
+            raise PeerLost("this page cannot be read")
         for r in ranges:
             data = bytearray(remote.view[r.remote_offset : r.remote_offset + r.nbytes])
             if self._world.flip_reads:
@@ -164,6 +180,9 @@ class FakeTransfer:
     ) -> None:
         remote = await self._remote(token, "w", deadline_s)
         self._world.writes.append(list(ranges))
+        if self._world.break_writes:
+            self._world.break_writes -= 1
+            raise PeerLost("the connection was reset")
         for r in ranges:
             data = bytearray(source.view[r.local_offset : r.local_offset + r.nbytes])
             data[0] ^= self._world.flip_writes
@@ -212,7 +231,9 @@ class FakeChannel:
             raise PeerLost(self.peer.node_id)
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
         self._world.requests.append(sent)
-        handler = self._listener.service.requests[type(message)]
+        handler = self._listener.service.requests.get(type(message))
+        if handler is None:
+            raise RemoteFailed("unknown_request", type(message).__name__)
         task = asyncio.ensure_future(handler(sent, Caller(self._caller, deadline_s)))
         self._calls[task] = None
         try:
@@ -229,12 +250,39 @@ class FakeChannel:
         finally:
             task.cancel()
             self._calls.pop(task, None)
+        if isinstance(answer, PagesAcquired) and answer.pages:
+            self._world.granted.append(self.peer.node_id)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=reply)
 
-    def stream(
+    async def stream(
         self, message: msgspec.Struct, item: Any, *, deadline_s: float
     ) -> AsyncIterator[Any]:
-        raise AssertionError("the store has no streams")
+        if self.closed:
+            raise PeerLost(self.peer.node_id)
+        handler = self._listener.service.streams.get(type(message))
+        if handler is None:
+            raise RemoteFailed("unknown_request", type(message).__name__)
+        items: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def serve() -> msgspec.Struct:
+            async with aclosing(handler(message, Caller(self._caller, deadline_s))) as answers:
+                async for answer in answers:
+                    items.put_nowait(answer)
+            return message
+
+        task = asyncio.ensure_future(serve())
+        task.add_done_callback(lambda _: items.put_nowait(None))
+        self._calls[task] = None
+        try:
+            while (answer := await items.get()) is not None:
+                yield msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=item)
+            if self.closed:
+                raise PeerLost(self.peer.node_id)
+            task.result()
+        finally:
+            task.cancel()
+            self._calls.pop(task, None)
+            await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
         self.abort()
@@ -245,10 +293,11 @@ class FakeChannel:
             task.cancel()
 
 
-class FakeNetwork:
+class FakeNetwork(HubNetwork):
     """Connects within one world."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
         self.num_connects = 0
 

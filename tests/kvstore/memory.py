@@ -20,6 +20,7 @@ from typing import NamedTuple
 from kvstore.checksum import checksum_of
 from kvstore.page import PageKey, PageSpec
 from kvstore.store import (
+    DEFAULT_POLICY,
     GetOutcome,
     GetPage,
     GetResult,
@@ -27,6 +28,7 @@ from kvstore.store import (
     PageState,
     PutOutcome,
     PutPage,
+    PutPolicy,
     PutResult,
     TransferCount,
 )
@@ -110,7 +112,12 @@ class MemoryStore:
     # ---- put
 
     async def put(
-        self, pages: Sequence[PutPage], *, source: Region, deadline_s: float
+        self,
+        pages: Sequence[PutPage],
+        *,
+        source: Region,
+        deadline_s: float,
+        policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
         outcomes: dict[int, PutOutcome] = {}
         written = 0

@@ -5,50 +5,28 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.messages import ReserveStatus
-from kvstore.server.directory import Directory
-from kvstore.server.entry import Reservation
-from kvstore.server.segment import Segment, Slot
-from kvstore.store import PageIdentity, PageState
+from kvstore.store import PageState
+from tests.kvstore.directories import (
+    CHECKSUM,
+    LEASE_S,
+    directory,
+    grant,
+    match,
+    present,
+    reserve,
+    store,
+)
 from tests.kvstore.pages import BIG_SPEC, SPEC, sequence
-
-LEASE_S = 5.0
-CHECKSUM = b"c" * 16
-
-
-def directory(num_pages: int, *, high: float = 1.0, low: float = 1.0) -> Directory:
-    nbytes = num_pages * SPEC.page_nbytes
-    return Directory(
-        Segment(nbytes), lease_s=LEASE_S, high=int(nbytes * high), low=int(nbytes * low)
-    )
-
-
-def reserve(d: Directory, page: PageIdentity, now_s: float = 0.0) -> Reservation:
-    return d.reserve([page], SPEC, now_s)[0]
-
-
-def grant(d: Directory, page: PageIdentity, now_s: float = 0.0) -> Slot:
-    slot = reserve(d, page, now_s).slot
-    assert slot is not None
-    return slot
-
-
-def store(d: Directory, pages: list[PageIdentity], now_s: float = 0.0) -> None:
-    for page in pages:
-        assert d.commit(page.key, grant(d, page, now_s).generation, CHECKSUM)
-
-
-def present(d: Directory, pages: list[PageIdentity]) -> list[bool]:
-    return [d.state(page.key) is PageState.READY for page in pages]
 
 
 def test_a_page_is_visible_only_after_its_commit() -> None:
     d = directory(4)
     page = sequence(range(4))[0]
     slot = grant(d, page)
-    assert d.match([page.key]) == [PageState.WRITING]
+    assert match(d, [page]) == [PageState.WRITING]
     assert d.acquire([page.key], 0.0) is None
     assert d.commit(page.key, slot.generation, CHECKSUM)
-    assert d.match([page.key]) == [PageState.READY]
+    assert match(d, [page]) == [PageState.READY]
     assert d.acquire([page.key], 0.0) is not None
     d.check()
 
@@ -169,13 +147,13 @@ def test_leaves_go_before_trunks_whatever_the_order_of_use() -> None:
     d = directory(4)
     chain = sequence(range(16))
     store(d, chain)
-    d.match([chain[3].key])
-    d.match([chain[0].key])
+    match(d, [chain[3]])
+    match(d, [chain[0]])
     others = [sequence(range(100 + i, 104 + i))[0] for i in range(0, 12, 4)]
     for i, other in enumerate(others):
         store(d, [other])
         assert present(d, chain) == [True] * (3 - i) + [False] * (i + 1)
-        d.match([o.key for o in others])
+        match(d, others)
         d.check()
 
 
@@ -183,7 +161,7 @@ def test_touching_a_page_keeps_its_ancestors() -> None:
     d = directory(4)
     chain, other = sequence(range(12)), sequence(range(50, 54))
     store(d, [*chain, *other])
-    d.match([chain[2].key])  # only the last page of the chain was asked for
+    match(d, [chain[2]])  # only the last page of the chain was asked for
     store(d, sequence(range(60, 64)))
     assert present(d, [*chain, *other]) == [True, True, True, False]
     d.check()

@@ -1,139 +1,89 @@
-"""The directory against a naive model, over random histories.
-
-The model keeps every page, lease and reservation in plain dicts and says what must hold; the
-directory alone decides *which* page to evict, and the model checks that it was allowed to.
-"""
+"""The directory against a naive model, over random histories, in every variant."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
-from kvstore.messages import ReserveStatus
-from kvstore.server.directory import Directory
-from kvstore.server.segment import Segment
-from kvstore.store import PageIdentity, PageState
-from tests.kvstore.pages import SPEC, sequence
+from kvstore.messages import ReserveStatus, pack_keys
+from kvstore.page import PageKey
+from kvstore.server.policies import POLICIES
+from tests.kvstore.directory_model import LEASE_S, NUM_SLOTS, TENANTS, Model, Setup
+from tests.kvstore.pages import SPEC
 
-LEASE_S = 5.0
-NUM_SLOTS = 12
-
-
-def tree() -> list[PageIdentity]:
-    """Pages of four prompts that share prefixes, each page once."""
-    prompts = [
-        [*range(16), 1, 2],
-        [*range(8), *range(40, 60)],
-        [*range(8), *range(40, 48), *range(70, 80)],
-        list(range(100, 125)),
-    ]
-    return list({page.key: page for tokens in prompts for page in sequence(tokens)}.values())
-
-
-class Model:
-    """What must hold, by key."""
-
-    def __init__(self) -> None:
-        self.d = Directory(
-            Segment(NUM_SLOTS * SPEC.page_nbytes),
-            lease_s=LEASE_S,
-            high=int(NUM_SLOTS * SPEC.page_nbytes * 0.9),
-            low=int(NUM_SLOTS * SPEC.page_nbytes * 0.6),
-        )
-        self.pages = tree()
-        self.now_s = 0.0
-        self.writing: dict[bytes, tuple[int, float]] = {}
-        self.ready: dict[bytes, int] = {}
-        self.stale: list[tuple[PageIdentity, int]] = []
-        self.leases: dict[int, tuple[dict[bytes, int], float]] = {}
-        self.ended: list[int] = []
-        self.touched: dict[bytes, int] = {}
-        self.step = 0
-
-    def leased(self, key: bytes) -> bool:
-        return any(held.get(key) == self.ready.get(key) for held, _ in self.leases.values())
-
-    def observe(self) -> list[PageIdentity]:
-        """Compare all states; returns the pages the directory evicted, having checked each."""
-        self.d.check()
-        evicted = []
-        for page in self.pages:
-            state = self.d.state(page.key)
-            if page.key in self.writing:
-                assert state is PageState.WRITING
-            elif page.key not in self.ready:
-                assert state is PageState.ABSENT
-            elif state is not PageState.READY:
-                assert state is PageState.ABSENT
-                assert not self.leased(page.key), "a leased page was evicted"
-                evicted.append(page)
-        for page in evicted:
-            del self.ready[page.key]
-        here = self.ready.keys() | self.writing.keys()
-        for page in self.pages:
-            if page.key in here:
-                assert all(page.parent != gone.key for gone in evicted), "a trunk went first"
-        return evicted
-
-    def touch(self, page: PageIdentity) -> None:
-        by_key = {p.key: p for p in self.pages}
-        at: PageIdentity | None = page
-        while at is not None and (at.key in self.ready or at.key in self.writing):
-            self.touched[at.key] = self.step
-            at = by_key.get(at.parent)  # type: ignore[call-overload]
-
-    def check_coldest(self, evicted: list[PageIdentity], before: dict[bytes, int]) -> None:
-        """Every evicted page was at most as recent as any leaf that stays and was free to go."""
-        for gone in evicted:
-            for page in self.pages:
-                stays = page.key in self.ready and page.key in before
-                leaf = not any(
-                    p.parent == page.key for p in self.pages if p.key in self.ready or p in evicted
-                )
-                writing_child = any(
-                    p.parent == page.key for p in self.pages if p.key in self.writing
-                )
-                if stays and leaf and not writing_child and not self.leased(page.key):
-                    assert before[gone.key] <= before[page.key], "a warmer leaf was evicted"
+WRITERS = ("", "writer-1", "writer-2")
 
 
 def reserve(m: Model, rng: random.Random) -> None:
     page = rng.choice(m.pages)
-    before = dict(m.touched)
-    reservation = m.d.reserve([page], SPEC, m.now_s)[0]
+    before, writer = dict(m.touched), rng.choice(WRITERS)
+    here = page.key in m.writing or page.key in m.ready or page.key in m.spilled
+    priority = rng.choice([0, 35, 35, 80]) if m.setup.priorities else 35
+    lasts_s = rng.choice([None, 1.0, 4.0]) if m.setup.priorities else None
+    before_policy = m.priority.get(page.key), m.lapses.get(page.key)
+    policy = m.put_policy(page, priority, lasts_s)
+    reservation = m.d.reserve([page], SPEC, m.now_s, policy, writer)[0]
+    if here:  # the policy is that of the first put
+        m.lapses.pop(page.key, None)
+        if before_policy[0] is not None:
+            m.priority[page.key] = before_policy[0]
+        if before_policy[1] is not None:
+            m.lapses[page.key] = before_policy[1]
     if page.key in m.writing:
         assert reservation.status is ReserveStatus.WRITING
-    elif page.key in m.ready:
+    elif here:
         assert reservation.status is ReserveStatus.PRESENT
     elif reservation.slot is not None:
-        m.writing[page.key] = (reservation.slot.generation, m.now_s + LEASE_S)
+        m.writing[page.key] = (reservation.slot.generation, m.now_s + LEASE_S, writer)
     else:
         assert reservation.status is ReserveStatus.REFUSED
         assert m.d.segment.num_used == NUM_SLOTS
     m.touch(page)
-    by_key = {p.key: p for p in m.pages}
-    if page.parent in by_key:
-        m.touch(by_key[page.parent])  # type: ignore[index]
+    m.touch(m.by_key.get(PageKey(page.parent)))
     evicted = m.observe()
-    assert len(evicted) <= 1
-    m.check_coldest(evicted, before)
+    assert len(evicted) <= 2
+    m.check_order(evicted, before, policy.namespace)
 
 
 def finish(m: Model, rng: random.Random) -> None:
     if not m.writing:
         return
     key = rng.choice(list(m.writing))
-    generation, _ = m.writing.pop(key)
-    page = next(p for p in m.pages if p.key == key)
+    generation, _, _ = m.writing.pop(key)
     action = rng.random()
     if action < 0.7:
-        assert m.d.commit(page.key, generation, b"c" * 16)
+        assert m.d.commit(key, generation, b"c" * 16)
         m.ready[key] = generation
     else:
-        assert m.d.abort(page.key, generation, quiet=action < 0.85)
-        m.stale.append((page, generation))
+        assert m.d.abort(key, generation, quiet=action < 0.85)
+        m.stale.append((m.by_key[key], generation))
+        m.forget(key)
     assert m.observe() == []
+
+
+def bury(m: Model, rng: random.Random) -> None:
+    if rng.random() < 0.3:
+        writer = rng.choice(WRITERS[1:])
+        mine = [key for key, (_, _, who) in m.writing.items() if who == writer]
+        assert m.d.bury(writer, m.now_s) == len(mine)
+        for key in mine:
+            m.stale.append((m.by_key[key], m.writing.pop(key)[0]))
+            m.forget(key)
+        assert m.observe() == []
+
+
+def renew(m: Model, rng: random.Random) -> None:
+    if m.writing:
+        key = rng.choice(list(m.writing))
+        generation, _, writer = m.writing[key]
+        assert m.d.renew_write(key, generation, m.now_s)
+        m.writing[key] = (generation, m.now_s + LEASE_S, writer)
+    if m.leases:
+        lease_id = rng.choice(list(m.leases))
+        assert m.d.renew_lease(lease_id, m.now_s)
+        m.leases[lease_id] = (m.leases[lease_id][0], m.now_s + LEASE_S)
 
 
 def repeat_old(m: Model, rng: random.Random) -> None:
@@ -143,23 +93,25 @@ def repeat_old(m: Model, rng: random.Random) -> None:
         assert not m.d.commit(page.key, generation, b"x" * 16)
         assert not m.d.abort(page.key, generation, quiet=True)
         assert not m.d.drop(page.key, generation)
+        assert not m.d.renew_write(page.key, generation, m.now_s)
     if m.ended:
         assert not m.d.release(rng.choice(m.ended))
+        assert not m.d.renew_lease(rng.choice(m.ended), m.now_s)
     assert m.observe() == []
 
 
 def look(m: Model, rng: random.Random) -> None:
     pages = rng.sample(m.pages, rng.randrange(1, 6))
     if rng.random() < 0.5:
-        m.d.match([page.key for page in pages])
+        m.d.match(pack_keys([page.key for page in pages]), m.now_s)
     else:
         lease = m.d.acquire([page.key for page in pages], m.now_s)
-        wanted: dict[bytes, int] = {
-            page.key: m.ready[page.key] for page in pages if page.key in m.ready
-        }
+        wanted = {page.key: m.ready[page.key] for page in pages if page.key in m.ready}
         assert (lease is not None) == bool(wanted)
         if lease is not None:
-            assert {e.key: e.slot.generation for e in lease.entries} == wanted
+            leased = m.d.leased(lease)
+            assert {page.record.key: page.generation for page in leased} == wanted
+            assert all(page.record.tokens == m.by_key[page.record.key].tokens for page in leased)
             m.leases[lease.lease_id] = (wanted, m.now_s + LEASE_S)
     for page in pages:
         m.touch(page)
@@ -178,51 +130,146 @@ def release(m: Model, rng: random.Random) -> None:
 def drop(m: Model, rng: random.Random) -> None:
     if m.ready:
         key = rng.choice(list(m.ready))
-        page = next(p for p in m.pages if p.key == key)
-        generation = m.ready.pop(key)
-        assert m.d.drop(page.key, generation)
-        m.stale.append((page, generation))
+        generation = m.ready[key]
+        assert m.d.drop(key, generation)
+        m.stale.append((m.by_key[key], generation))
+        m.forget(key)
         assert m.observe() == []
 
 
+def pin(m: Model, rng: random.Random) -> None:
+    page = rng.choice(m.pages)
+    if rng.random() < 0.5:
+        done = m.d.pin([page.key])[0]
+        fits = page.key in m.pinned or len(m.pinned) < NUM_SLOTS // 4
+        assert done == (page.key in m.ready and fits)
+        if done:
+            m.pinned[page.key] = None
+    else:
+        assert m.d.unpin([page.key])[0] == (page.key in m.pinned)
+        m.pinned.pop(page.key, None)
+    assert m.observe() == []
+
+
 def pass_time(m: Model, rng: random.Random) -> None:
-    m.now_s += rng.choice([0.0, 0.3, 2.0])
-    by_key = {page.key: page for page in m.pages}
-    for key, (generation, end_s) in list(m.writing.items()):
-        if end_s <= m.now_s:
-            del m.writing[key]
-            m.stale.append((by_key[key], generation))  # type: ignore[index]
-    for lease_id, (_, end_s) in list(m.leases.items()):
-        if end_s <= m.now_s:
-            del m.leases[lease_id]
-            m.ended.append(lease_id)
-    before = dict(m.touched)
-    num_max = rng.randrange(4)
-    m.d.tick(m.now_s, num_max)
+    m.pass_time(rng.choice([0.0, 0.3, 2.0]))
+    before, num_max = dict(m.touched), rng.randrange(4)
+    assert m.d.tick(m.now_s, num_max) <= num_max
     evicted = m.observe()
     assert len(evicted) <= num_max
-    m.check_coldest(evicted, before)
+    m.check_order(evicted, before)
 
 
 def clear(m: Model, rng: random.Random) -> None:
     if rng.random() < 0.1:
-        assert m.d.clear() == len(m.ready)
-        m.ready.clear()
+        tenant = rng.choice([None, *TENANTS])
+        gone = [k for k in (*m.ready, *m.spilled) if tenant in (None, m.tenant[k])]
+        assert m.d.clear(tenant) == len(gone)
+        for key in gone:
+            m.forget(key)
+        assert m.observe() == []
+
+
+def spill(m: Model, rng: random.Random) -> None:
+    """Begin or end a copy to the SSD; a full one gives up a colder page first."""
+    if m.setup.ssd_pages and rng.random() < 0.6:
+        job = m.d.spilling.begin_spill(m.now_s)
+        if job is not None:
+            assert job.page.record.key in m.ready
+            assert not m.kept(job.page.record.key), "a held page was chosen to be spilled"
+            m.spills.append(job)
+    elif m.spills:
+        job = m.spills.pop(rng.randrange(len(m.spills)))
+        key = job.page.record.key
+        store = rng.random() < 0.8
+        if store and m.d.spilling.num_on_ssd >= m.setup.ssd_pages:
+            victim = m.d.spilling.make_room(job)
+            store = victim is not None
+            if victim is not None:
+                del m.on_ssd[victim]
+                if m.spilled.pop(victim, m) is None:
+                    m.forget(victim)
+        alive = m.ready.get(key) == job.slot.generation
+        assert m.d.spilling.end_spill(job, stored=store) == (alive or not store)
+        if alive and store:
+            m.on_ssd[key] = None
+    assert m.observe() == []
+
+
+def promote(m: Model, rng: random.Random) -> None:
+    """Begin or end a promotion of a page that is only on the SSD."""
+    if m.spilled and rng.random() < 0.6:
+        key = rng.choice(list(m.spilled))
+        before = dict(m.touched)
+        job = m.d.spilling.begin_promote(key, m.now_s)
+        if job is not None:
+            m.promotions.append(job)
+        m.check_order(m.observe(), before, m.tenant[key])
+    elif m.promotions:
+        job = m.promotions.pop(rng.randrange(len(m.promotions)))
+        loaded = rng.random() < 0.8
+        alive = m.d.spilling.promoting(job.key)
+        assert m.d.spilling.end_promote(job, loaded=loaded) == (alive and loaded)
+        if alive and loaded:
+            del m.spilled[job.key]
+            m.ready[job.key] = job.slot.generation
+            m.touched.setdefault(job.key, 0)
         assert m.observe() == []
 
 
 ACTIONS = [reserve, reserve, reserve, finish, finish, repeat_old, look, release, drop, pass_time]
+MORE = [pass_time, clear, bury, renew, pin, spill, spill, promote]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_histories_agree_with_the_model(seed: int) -> None:
+def play(setup: Setup, seed: int) -> None:
     rng = random.Random(seed)
-    m = Model()
+    m = Model(setup)
     for _ in range(300):
         m.step += 1
-        rng.choice([*ACTIONS, pass_time, clear])(m, rng)
+        rng.choice([*ACTIONS, *MORE])(m, rng)
+    for spill_job in m.spills:
+        m.d.spilling.end_spill(spill_job, stored=False)
+    for job in m.promotions:
+        m.d.spilling.end_promote(job, loaded=False)
     m.now_s += 2 * LEASE_S
     m.d.tick(m.now_s, 0)
     m.d.clear()
+    m.d.spilling.take_removals()
     m.d.check()
     assert m.d.segment.num_used == 0, "a slot leaked"
+    assert m.d.namespace_nbytes() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories_agree_with_the_model(seed: int) -> None:
+    play(Setup("lru"), seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_every_policy_keeps_the_rules(policy: str, seed: int) -> None:
+    play(Setup(policy, priorities=True), seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_quotas_hold_in_random_histories(seed: int) -> None:
+    play(Setup("lru", quotas=True, priorities=seed % 2 == 1), seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_spilling_and_promoting_agree_with_the_model(seed: int) -> None:
+    play(Setup("heat" if seed % 2 else "lru", ssd_pages=2, quotas=seed % 3 == 0), seed)
+
+
+def test_the_model_is_not_vacuous() -> None:
+    """Random histories really evict, refuse, spill and promote."""
+    seen: Counter[str] = Counter()
+    for seed in range(1, 5):
+        m = Model(Setup("lru", ssd_pages=2))
+        rng = random.Random(seed)
+        for _ in range(900):
+            m.step += 1
+            rng.choice([*ACTIONS, *MORE])(m, rng)
+        seen += m.d.counters
+    for name in ("evicted", "spilled", "promoted", "ssd_displaced", "buried_writes", "cleared"):
+        assert seen[name] > 0, name

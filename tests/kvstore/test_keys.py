@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.keys import KEY_NBYTES, namespace_of, page_key, page_keys
-from kvstore.page import PageSpec
+from kvstore.keys import namespace_of, page_key, page_keys
+from kvstore.page import KEY_NBYTES, PageSpec
 
 SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
 PRINT_KEYS = """
 from kvstore.keys import namespace_of, page_keys
-from kvstore.page import PageSpec
+from kvstore.page import KEY_NBYTES, PageSpec
 spec = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16)
 namespace = namespace_of("weights", spec, adapter="a", salt="b")
 print([key.hex() for key in page_keys(namespace, range(100), 16)])

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from kvstore.page import PageKey
-from kvstore.placement import Placement, placement_of
+from kvstore.placement import Placement, placement_of, replicas_of
 from transfer.identity import NodeId, Role, new_identity
 from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
 
@@ -101,3 +101,72 @@ def test_draining_and_other_roles_get_no_pages() -> None:
         )
     )
     assert placement_of(view).node_ids == ["a", "d"]
+
+
+def test_ranks_begin_with_the_place_and_name_each_node_once() -> None:
+    placement = Placement(nodes(5))
+    ranks = placement.ranks(KEYS, 5)
+    assert [placement.node_ids[i] for i in ranks[:, 0].tolist()] == placement.place(KEYS)
+    assert all(sorted(row) == [0, 1, 2, 3, 4] for row in ranks.tolist())
+    assert (placement.ranks(KEYS, 2) == ranks[:, :2]).all()
+
+
+def test_ranks_are_as_many_as_there_are_nodes() -> None:
+    assert Placement(nodes(2)).ranks(KEYS[:10], 4).shape == (10, 2)
+    assert Placement(nodes(1)).ranks(KEYS[:10], 4).tolist() == [[0]] * 10
+    assert Placement([]).ranks(KEYS[:10], 4).shape == (10, 0)
+    assert Placement(nodes(3)).ranks([], 2).shape == (0, 2)
+
+
+def test_ranks_do_not_depend_on_how_many_keys_are_asked_for() -> None:
+    placement = Placement(nodes(3))
+    many = [PageKey(hashlib.sha256(b"%d" % i).digest()) for i in range(100_000)]
+    ranks = placement.ranks(many, 2)
+    for i in (0, 50_000, 87_381, 87_382, 99_999):  # around the borders of the parts, too
+        assert (placement.ranks([many[i]], 2)[0] == ranks[i]).all()
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_every_rank_is_spread_evenly(count: int) -> None:
+    ranks = Placement(nodes(count)).ranks(KEYS, 2)
+    for column in range(2):
+        load = Counter(ranks[:, column].tolist())
+        assert max(load.values()) / min(load.values()) < 1.35
+
+
+def test_after_a_join_the_previous_holder_is_the_next_in_rank() -> None:
+    before, after = Placement(nodes(4)), Placement(nodes(5))
+    old, new = before.ranks(KEYS, 1)[:, 0], after.ranks(KEYS, 2)
+    moved = new[:, 0] == 4
+    assert moved.any()
+    assert (new[moved, 1] == old[moved]).all()
+    assert (new[~moved, 0] == old[~moved]).all()
+
+
+def test_after_a_leave_the_next_in_rank_takes_the_place() -> None:
+    before, after = Placement(nodes(5)), Placement(nodes(4))
+    old, new = before.ranks(KEYS, 2), after.ranks(KEYS, 1)[:, 0]
+    lost = old[:, 0] == 4
+    assert (new[lost] == old[lost, 1]).all()
+    assert (new[~lost] == old[~lost, 0]).all()
+
+
+def test_replicas_are_read_from_the_members_contracts_within_bounds() -> None:
+    def view(*stated: str) -> MembershipView:
+        members = tuple(
+            Member(
+                info=NodeInfo(
+                    identity=new_identity(Role.STORE, f"s{i}"),
+                    address="",
+                    contract={"replicas": text} if text else {},
+                ),
+                status=NodeStatus(),
+            )
+            for i, text in enumerate(stated)
+        )
+        return MembershipView(members=members)
+
+    assert replicas_of(view()) == 1
+    assert replicas_of(view("", "2")) == 2
+    assert replicas_of(view("nonsense", "-3", "0", "²")) == 1
+    assert replicas_of(view("99")) == 8

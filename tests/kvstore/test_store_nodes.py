@@ -9,7 +9,7 @@ import pytest
 from kvstore.config import StoreClientConfig
 from kvstore.messages import (
     MatchPages,
-    PageStates,
+    PagesMatched,
 )
 from kvstore.placement import placement_of
 from kvstore.store import GetOutcome, PageState, PutOutcome
@@ -180,7 +180,7 @@ async def test_a_silent_node_costs_one_timeout_per_backoff(
     client = await open_client(await cluster.stores())
     keys = [page.key for page in sequence(range(4))]
     await client.match(keys, deadline_s=deadline_after(1))
-    world.reply_lost = PageStates
+    world.reply_lost = PagesMatched
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     for _ in range(10):

@@ -40,7 +40,8 @@ BAD = [
     (["gateway", "--host", "0.0.0.0", "--model", "fake"], ["--host 0.0.0.0", "--secret-file"]),
     (["store", "--join", "nowhere"], ["--join nowhere", "tcp://HOST:PORT"]),
     (["store", "--join", "tcp://127.0.0.1:0"], ["--join tcp://127.0.0.1:0", "tcp://HOST:PORT"]),
-    (["store", "--join", "etcd://127.0.0.1:2379/x"], ["etcd", "tcp://"]),
+    (["store", "--join", "etcd://h:2379"], ["--join etcd://h:2379", "etcd://HOST:2379/NAME"]),
+    (["gateway", "--join", "etcd://h:0/x", "--model", "fake"], ["--join etcd://h:0/x", "no host"]),
     (["store", "--segment", "-1GiB"], ["--segment -1GiB", "512MiB"]),
     (["store", "--secret-file", "/no/such/file"], ["--secret-file /no/such/file", "No such file"]),
     (["up", "--secret-file", "/no", "--model", "smollm2-135m"], ["--secret-file /no", "holds"]),
@@ -49,6 +50,32 @@ BAD = [
     (["store", "--segment", "900TiB"], ["--segment 900TiB", "GiB of memory", "give less"]),
     (["store", "--segment", "1KiB"], ["--segment 1KiB", "at least 1MiB"]),
     (["up", "--segment", "900TiB", "--model", "fake"], ["--segment 900TiB", "give less"]),
+    (["store", "--policy", "magic"], ["--policy magic", "slru"]),
+    (["store", "--replicas", "0"], ["--replicas 0", "1"]),
+    (["store", "--replicas", "9"], ["--replicas 9", "8"]),
+    (["up", "--replicas", "2", "--model", "fake"], ["--replicas 2", "--store 2"]),
+    (["store", "--high-watermark", "1.5"], ["--high-watermark 1.5", "1"]),
+    (["store", "--high-watermark", "nan"], ["--high-watermark nan", "1"]),
+    (["store", "--high-watermark", "0.5"], ["--low-watermark 0.9", "--high-watermark 0.5"]),
+    (["store", "--quota", "0.3"], ["--quota 0.3", "NAMESPACE=FRACTION", "kvferry namespace"]),
+    (["store", "--quota", "ab=0.3"], ["--quota ab=0.3", "64 hex digits"]),
+    (["store", "--quota", f"{'a' * 64}=30"], ["=30:", "0..1"]),
+    (["store", "--quota", f"{'a' * 64}=nan"], ["=nan:", "0..1"]),
+    (["store", *["--quota", f"{'a' * 64}=0.2"] * 2], ["has one already"]),
+    (
+        ["up", "--model", "fake", "--quota", f"{'a' * 64}=.7", "--quota", f"{'b' * 64}=.7"],
+        ["all quotas together are 1.4", "at most 1"],
+    ),
+    (["store", "--ssd", "/mnt/nvme"], ["--ssd /mnt/nvme", "PATH:SIZE"]),
+    (["store", "--ssd", ":1GiB"], ["--ssd :1GiB", "PATH:SIZE"]),
+    (["store", "--ssd", "/tmp/x:lots"], ["--ssd /tmp/x:lots", "'lots' is no size", "512GiB"]),
+    (["store", "--ssd", "/tmp/x:1KiB"], ["--ssd /tmp/x:1KiB", "1MiB", "larger"]),
+    (["store", "--ssd", "/tmp/x:9000PiB"], ["--ssd /tmp/x:9000PiB", "smaller"]),
+    (["store", "--ssd", "/:1GiB"], ["--ssd /:1GiB", "directory of its own"]),
+    (["up", "--model", "fake", "--ssd", "/no/such/x:1GiB"], ["/no/such does not exist", "make it"]),
+    (["cache", "clear"], ["--namespace", "--salt", "--all"]),
+    (["cache", "clear", "--all", "--salt", "x"], ["--namespace", "--salt", "--all"]),
+    (["namespace", "--join", "here"], ["--join here", "tcp://"]),
     (["store", "--transfer", "loopback"], ["--transfer loopback", "kvferry up"]),
     (["prefill", "--transfer", "loopback"], ["--transfer loopback", "shm or tcp"]),
     (["decode", "--transfer", "loopback", "--count", "2"], ["--transfer loopback", "kvferry up"]),
@@ -126,7 +153,7 @@ def test_help_shows_the_defaults_of_the_code(
         if name.startswith("fake_"):
             continue
         assert f"--{name.replace('_', '-')}" in text
-        if field.default is not None:
+        if field.default not in (None, ()):
             assert f"default: {field.default}]" in text
 
 
@@ -149,7 +176,9 @@ def test_command_line_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("module", ["launch.store_role", "launch.gateway_role", "launch.status"])
+@pytest.mark.parametrize(
+    "module", ["launch.store_role", "launch.gateway_role", "launch.status", "launch.cache"]
+)
 def test_store_gateway_and_status_never_import_torch(module: str) -> None:
     code = (
         f"import sys, {module}; "

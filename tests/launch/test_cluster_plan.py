@@ -47,7 +47,7 @@ def test_every_node_gets_its_name_its_gpu_and_the_join_address() -> None:
 def test_an_ipv6_host_is_joined_in_brackets() -> None:
     specs = plan(UpOptions.of(model="fake", host="::1", port=8123, join_port=8999))
     joins = [arguments(list(spec.argv)).get("--join") for spec in specs]
-    assert joins == [None, *["tcp://[::1]:8999"] * 3]
+    assert joins == ["tcp://[::1]:8999"] * 4
 
 
 def test_what_up_is_told_about_computing_reaches_the_nodes() -> None:
@@ -58,6 +58,26 @@ def test_what_up_is_told_about_computing_reaches_the_nodes() -> None:
     told = arguments(list(spec.argv))
     node = NodeOptions.of(**{k[2:].replace("-", "_"): v for k, v in told.items()})
     assert (node.page_size, node.num_pages, node.threads, node.chunk_size) == (32, 77, 3, 128)
+
+
+def test_what_up_is_told_about_stores_reaches_each_with_a_directory_of_its_own() -> None:
+    quotas = (f"{'ab' * 32}=0.3", f"{'cd' * 32}=0.2")
+    options = UpOptions.of(
+        **{"model": "fake", "store": 2, "port": 1, "join_port": 2, "segment": "64MiB"},
+        **{"ssd": "/mnt/a:b/:64MiB", "policy": "heat", "replicas": 2, "quota": quotas},
+        high_watermark=0.8,
+        low_watermark=0.7,
+    )
+    stores = [spec for spec in plan(options) if spec.name.startswith("store")]
+    for number, spec in enumerate(stores, 1):
+        argv = list(spec.argv)[list(spec.argv).index("store") + 1 :]
+        pairs = list(zip(argv[::2], argv[1::2], strict=True))
+        told = dict(pairs)
+        assert told["--ssd"] == f"/mnt/a:b/store-{number}:64MiB"
+        assert [value for name, value in pairs if name == "--quota"] == list(quotas)
+        assert (told["--policy"], told["--replicas"]) == ("heat", "2")
+        assert (told["--high-watermark"], told["--low-watermark"]) == ("0.8", "0.7")
+    assert len(stores) == 2
 
 
 def test_port_zero_takes_two_free_ports_and_a_named_port_moves_the_join_port() -> None:

@@ -36,7 +36,7 @@ async def gateway() -> AsyncIterator[Any]:
 
 
 def join_of(role: Any) -> str:
-    return str(role._listener.address)
+    return str(role._seat.join_url)
 
 
 async def health_of(client: httpx.AsyncClient) -> tuple[int, dict[str, bool]]:
@@ -45,19 +45,19 @@ async def health_of(client: httpx.AsyncClient) -> tuple[int, dict[str, bool]]:
 
 
 async def kill_listener(role: Any) -> None:
-    role._listener.abort()
+    role._seat.listener.abort()
 
 
 async def kill_registry_service(role: Any) -> None:
-    role._registry_service.close()
+    role._seat._service.close()
 
 
 async def kill_heartbeat(role: Any) -> None:
-    role._membership.abort()
+    role._seat.membership.abort()
 
 
 async def kill_probe(role: Any) -> None:
-    role._health.abort()
+    role._seat._health.abort()
 
 
 KILLS = [
@@ -124,7 +124,7 @@ async def test_a_node_process_ends_when_a_part_of_it_died(
     async with gateway() as door:
         role = make(join_of(door))
         life = asyncio.create_task(runtime._serve(role, 1.0))
-        nodes = door._membership
+        nodes = door._seat.membership
         async with asyncio.timeout(10):
             while len(nodes.view.members) < 2:  # noqa: ASYNC110 - a view has no event
                 await asyncio.sleep(0.01)
@@ -144,7 +144,7 @@ async def test_a_process_whose_node_id_another_one_took_ends_for_good(
     async with gateway() as door:
         first, second = make(join_of(door)), make(join_of(door))
         life = asyncio.create_task(runtime._serve(first, 1.0))
-        nodes = door._membership
+        nodes = door._seat.membership
         async with asyncio.timeout(10):
             while len(nodes.view.members) < 2:  # noqa: ASYNC110 - a view has no event
                 await asyncio.sleep(0.01)

@@ -31,6 +31,7 @@ from engine.step import SeqStep
 from kvstore.store import PageStore
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
+from tests.hub import HubNetwork
 from tests.kvstore.memory import MemoryStore
 from tests.sim.loop import SimLoop
 from transfer.channel import Caller, Channel, Hello, Listener, Service
@@ -111,10 +112,11 @@ class LocalListener:
     async def close(self) -> None: ...
 
 
-class LocalNetwork:
+class LocalNetwork(HubNetwork):
     """Keeps what was listened with."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.service: Service | None = None
         self.hello: Hello | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -13,6 +14,8 @@ from engine.fake import fake_generate
 from engine.request import FirstToken, PrefillDone, PrefillEvent, PrefillRequest, SamplingParams
 from kvstore.events import ClearCache, GetStats, WatchKvEvents
 from kvstore.keys import namespace_of, page_keys
+from kvstore.store import DEFAULT_POLICY, PutPage, PutPolicy, PutResult
+from tests.kvstore.memory import MemoryStore
 from tests.prefill_node.harness import (
     GREEDY,
     PAGE_SIZE,
@@ -24,6 +27,7 @@ from tests.prefill_node.harness import (
     until,
 )
 from transfer.errors import RemoteFailed
+from transfer.interface import Region
 
 BORDERS = sorted(
     {n for base in (0, 16, 32, 40, 80) for n in (base - 1, base, base + 1, base + 2) if n > 0}
@@ -309,3 +313,35 @@ async def test_priority_and_deadline_are_kept() -> None:
             async for _ in r.node.prefill(message, caller(timeout_s=0.001)):
                 pass
         assert caught.value.code == "deadline_exceeded"
+
+
+async def test_pages_are_stored_for_the_namespace_of_their_salt() -> None:
+    namespaces: list[bytes] = []
+
+    class Recording(MemoryStore):
+        async def put(
+            self,
+            pages: Sequence[PutPage],
+            *,
+            source: Region,
+            deadline_s: float,
+            policy: PutPolicy = DEFAULT_POLICY,
+        ) -> PutResult:
+            namespaces.append(policy.namespace)
+            return await super().put(pages, source=source, deadline_s=deadline_s, policy=policy)
+
+    async with rig(wrap=lambda store: Recording(store.spec)) as r:
+        await r.prefill(prompt_of(40), cache_salt="tenant")
+        spec = r.runner.info.spec
+    assert set(namespaces) == {namespace_of("fake", spec, salt="tenant")}
+
+
+async def test_one_namespace_is_cleared_on_demand() -> None:
+    async with rig() as r:
+        await r.prefill(prompt_of(40), cache_salt="a")
+        await r.prefill(prompt_of(40), cache_salt="b")
+        namespace = namespace_of("fake", r.runner.info.spec, salt="a")
+        cleared = await r.node.clear_cache(ClearCache(namespace), caller())
+        assert cleared.num_pages == 2
+        assert (await r.node.clear_cache(ClearCache(namespace), caller())).num_pages == 0
+        assert (await r.node.clear_cache(ClearCache(), caller())).num_pages == 2

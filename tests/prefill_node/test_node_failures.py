@@ -7,19 +7,20 @@ import asyncio
 import pytest
 
 from engine.request import FirstToken
-from kvstore.event_feed import WATCHERS_MAX
 from kvstore.events import (
-    BATCHES_MAX,
-    AllPagesCleared,
+    EVENTS_LABEL,
+    REPLAY_LABEL,
+    WATCHERS_MAX,
     ClearCache,
-    KvEventBatch,
-    PagesRemoved,
-    PagesStored,
+    EventCounters,
+    KvEventConsumer,
     WatchKvEvents,
 )
+from kvstore.events.wire import decode_batch, epoch_of
 from kvstore.keys import namespace_of, page_keys
-from kvstore.page import PageKey
 from prefill_node.config import ENGINE_FAILURES_MAX
+from tests.kvstore.event_sink import Held
+from tests.kvstore.vllm_events import VllmMirror
 from tests.prefill_node.harness import PAGE_SIZE, caller, prompt_of, rig
 from transfer.errors import RemoteFailed
 
@@ -116,77 +117,64 @@ async def test_abort_is_synchronous_and_idempotent() -> None:
 # ── KV events ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Mirror:
-    """What a router knows of the node, from its events alone."""
-
-    def __init__(self) -> None:
-        self.keys: dict[PageKey, None] = {}
-        self.seq = -1
-
-    def take(self, batch: KvEventBatch) -> None:
-        if batch.snapshot:
-            self.keys.clear()
-        else:
-            assert batch.seq == self.seq + 1, "a gap"
-        self.seq = batch.seq
-        for event in batch.events:
-            match event:
-                case PagesStored(keys):
-                    self.keys.update(dict.fromkeys(keys))
-                case PagesRemoved(keys):
-                    for key in keys:
-                        del self.keys[key]
-                case AllPagesCleared():
-                    self.keys.clear()
-
-
-async def test_events_mirror_the_cache_exactly() -> None:
+async def test_events_on_the_wire_mirror_the_cache_exactly() -> None:
     async with rig(num_pages=12) as r:
-        await r.prefill(prompt_of(48, seed=99))
-        mirror = Mirror()
-        stream = r.node._loop.feed.watch(WatchKvEvents(), caller())
-
-        async def follow() -> None:
-            async for batch in stream:
-                mirror.take(batch)
-
-        task = asyncio.create_task(follow())
+        publisher = r.network.publisher()
+        router = VllmMirror()
         for seed in range(12):
             await r.prefill(prompt_of(64, seed=seed))
-            await asyncio.sleep(0.001)
-        cached = r.node.gauges()["num_cached_pages"]
-        assert len(mirror.keys) == cached
-        spec = r.runner.info.spec
-        last = page_keys(namespace_of("fake", spec), prompt_of(64, seed=11), PAGE_SIZE)
-        assert all(key in mirror.keys for key in last)
+        for parts in publisher.sent:
+            router.take(parts)
+        assert len(router.pages) == r.node.gauges()["num_cached_pages"] > 0
+        tokens = prompt_of(64, seed=11)
+        keys = page_keys(namespace_of("fake", r.runner.info.spec), tokens, PAGE_SIZE)
+        pages = [tuple(tokens[at : at + PAGE_SIZE]) for at in range(0, 64, PAGE_SIZE)]
+        for key, parent, page in zip(keys, [None, *keys], pages, strict=False):
+            assert router.pages[key] == (parent, page)
         await r.node.clear_cache(ClearCache(), caller())
-        await asyncio.sleep(0.001)
-        assert not mirror.keys
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert r.node._loop.feed.num_watchers == 0
+        router.take(publisher.sent[-1])
+        assert not router.pages
 
 
-async def test_a_subscriber_that_stalled_too_long_gets_a_snapshot_and_the_drop_is_counted() -> None:
+async def test_a_snapshot_and_what_follows_it_mirror_the_cache() -> None:
     async with rig(num_pages=12) as r:
-        stream = r.node._loop.feed.watch(WatchKvEvents(), caller())
-        mirror = Mirror()
-        mirror.take(await anext(stream))
-        log = r.node._loop.log
-        for i in range(BATCHES_MAX + 5):
-            log.record(stored=[PageKey(i.to_bytes(32, "little"))])
-        batch = await anext(stream)
-        assert batch.snapshot
-        mirror.take(batch)
-        assert len(mirror.keys) == BATCHES_MAX + 5
-        assert r.node.counters()["num_event_resyncs"] == 1
-        log.clear()
+        await r.prefill(prompt_of(48, seed=99))
+        stream = r.node._loop.events.watch(WatchKvEvents(), caller())
+        part, end = await anext(stream), await anext(stream)
+        assert (part.last, end.last) == (False, True)
+        sink, counters = Held(), EventCounters()
+        consumer = KvEventConsumer(sink, counters)
+        consumer.snapshot(part.epoch, part.next_seq, part.unpacked())
+        for seed in range(12):
+            await r.prefill(prompt_of(64, seed=seed))
+        for topic, seq, payload in r.network.publisher().sent:
+            consumer.live(epoch_of(topic), int.from_bytes(seq, "big"), decode_batch(payload))
+        assert counters.num_gaps == counters.num_restarts == 0
+        assert sink.keys == set(r.node._loop.log.held())
         await stream.aclose()  # type: ignore[attr-defined]
+        assert r.node._loop.events.num_watchers == 0
+        assert r.node.counters()["num_event_snapshots"] == 1
+
+
+async def test_the_labels_say_where_events_are_published() -> None:
+    async with rig() as r:
+        publisher = r.network.publisher()
+        assert r.membership.info is not None
+        labels = r.membership.info.labels
+        assert labels[EVENTS_LABEL] == publisher.address
+        assert labels[REPLAY_LABEL] == publisher.replay_address
+
+
+async def test_a_node_that_is_closed_publishes_nothing_more() -> None:
+    async with rig() as r:
+        assert r.network.hub.publishers
+        await r.node.close()
+        assert not r.network.hub.publishers
 
 
 async def test_a_stalled_subscriber_does_not_hold_up_the_node() -> None:
     async with rig() as r:
-        stream = r.node._loop.feed.watch(WatchKvEvents(), caller())
+        stream = r.node._loop.events.watch(WatchKvEvents(), caller())
         await anext(stream)  # and never again
         for seed in range(5):
             assert (await r.prefill(prompt_of(48, seed=seed))).done.published
@@ -196,7 +184,7 @@ async def test_a_stalled_subscriber_does_not_hold_up_the_node() -> None:
 async def test_subscribers_are_bounded() -> None:
     async with rig() as r:
         streams = [
-            r.node._loop.feed.watch(WatchKvEvents(), caller()) for _ in range(WATCHERS_MAX + 1)
+            r.node._loop.events.watch(WatchKvEvents(), caller()) for _ in range(WATCHERS_MAX + 1)
         ]
         for stream in streams[:-1]:
             await anext(stream)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from engine.page_allocator import PageAllocator
-from kvstore.events import KvEventLog, PagesRemoved
+from kvstore.events import KvEventLog
 from kvstore.keys import Namespace, page_keys
 from kvstore.page import PageId, PageKey
 from prefill_node.radix_cache import InsertResult, RadixCache
+from tests.kvstore.vllm_events import VllmMirror
 
 SIZE = 4
 NS = Namespace(b"n" * 32)
@@ -196,12 +197,15 @@ def test_events_follow_insert_evict_and_clear() -> None:
     keys = page_keys(NS, tokens, SIZE)
     bench.compute(tokens)
     assert bench.log.num_held == 2
+    router = VllmMirror()
+    router.apply(bench.log.flush(0.0)[0].payload)
+    assert router.pages == {keys[0]: (None, (1,) * SIZE), keys[1]: (keys[0], (1,) * SIZE)}
     bench.cache.evict(1)
-    news = bench.log.since(0)
-    assert news is not None
-    assert news[-1].events == (PagesRemoved((keys[1],)),)
+    router.apply(bench.log.flush(0.0)[0].payload)
+    assert set(router.pages) == {keys[0]}
     bench.cache.clear()
-    assert bench.log.snapshot().events == ()
+    router.apply(bench.log.flush(0.0)[0].payload)
+    assert not router.pages
 
 
 def test_the_heap_stays_small_when_the_same_prefix_is_used_for_ever() -> None:
@@ -311,3 +315,38 @@ def _evict(bench: Bench, model: NaiveModel, num_pages: int) -> None:
     free_leaves = [prefix for prefix in model.leaves() if refs(model.pages[prefix]) == 1]
     assert all(model.stamps[prefix] >= youngest for prefix in free_leaves)
     assert num_freed == num_pages or not free_leaves
+
+
+def test_clearing_a_namespace_leaves_the_others_and_what_requests_hold() -> None:
+    bench = Bench()
+    prompt = list(range(3 * SIZE))
+    bench.compute(prompt)
+    bench.compute([*prompt[: 2 * SIZE], *range(90, 90 + SIZE)])
+    bench.compute(prompt, OTHER)
+    held = bench.match(prompt)
+    assert bench.cache.clear_namespace(NS) == 4
+    assert bench.cache.clear_namespace(NS) == 0
+    bench.check()
+    assert [bench.allocator.refs(page_id) for page_id in held] == [1, 1, 1]
+    assert bench.match(prompt) == []
+    bench.allocator.release([*held, *bench.match(prompt, OTHER)])
+    assert bench.cache.num_pages == 3
+    bench.compute(prompt)
+    assert bench.cache.evict(100) == 6
+    bench.check()
+
+
+def test_clearing_namespaces_at_random_keeps_the_invariants() -> None:
+    rng = random.Random(5)
+    bench = Bench(num_pages=96)
+    spaces = [NS, OTHER, Namespace(b"p" * 32)]
+    for _ in range(300):
+        space = rng.choice(spaces)
+        if rng.random() < 0.15:
+            before = bench.cache.num_pages
+            assert bench.cache.clear_namespace(space) == before - bench.cache.num_pages
+            assert bench.cache.count(space, packed([0] * SIZE)) == 0
+        else:
+            bench.cache.evict(12)
+            bench.compute([rng.randrange(2) for _ in range(rng.randrange(1, 7) * SIZE)], space)
+        bench.check()

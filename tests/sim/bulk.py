@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SILENCE_S = 2.0  # a peer that moves nothing for this long is lost
 POLL_S = 0.02
-MIN_PIECE_NBYTES = 512
+MIN_PIECE_NBYTES = 256
 PIECES_PER_OPERATION = 8
 
 
@@ -135,7 +135,7 @@ class SimOperation:
         return owner
 
     async def _move_piece(self, owner: SimTransfer, index: int, piece: Range) -> None:
-        speed = self._fabric.plan.bulk_bytes_per_s
+        speed = self._fabric.bulk_bytes_per_s(self._user.node, owner.node)
         await self._sleep(piece.nbytes / speed * self._fabric.rng.uniform(0.5, 2.0))
         await self._until_it_answers(owner)
         await self._until_admitted(owner)

@@ -187,10 +187,16 @@ class SimCluster:
                 self.block(a, b)
                 self.block(b, a)
 
+    def slow_down(self, name: str, bulk_bytes_per_s: float) -> None:
+        """Bulk transfers from and to a node are no faster than this, until ``heal``."""
+        self._note(f"slow {name} {bulk_bytes_per_s}")
+        self.fabric.bulk_limits[name] = bulk_bytes_per_s
+
     def heal(self) -> None:
         """Liveness mode: from here on no partitions, no pauses and no random faults."""
         self._note("heal")
         self.fabric.unblock_all()
+        self.fabric.bulk_limits.clear()
         self.fabric.plan = FaultPlan(clock_skew_s=self.plan.clock_skew_s)
         for node in self._nodes.values():
             if node.life.paused:
@@ -282,6 +288,7 @@ def _determinism(cluster: SimCluster) -> Iterator[None]:
         with (
             mock.patch("secrets.token_hex", lambda n=32: rng.randbytes(n).hex()),
             mock.patch("secrets.token_bytes", lambda n=32: rng.randbytes(n)),
+            mock.patch("os.getpid", return_value=1),  # nodes tell the registry theirs
         ):
             yield
     finally:

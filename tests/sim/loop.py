@@ -7,6 +7,7 @@ callback belongs to. Knows no network. Time jumps to the next timer when nothing
   ``pause`` can hold all of them back (SIGSTOP) and ``clock_skew_s`` can shift its clock.
 * Tasks and futures hash by creation order: ``TaskGroup`` and ``asyncio.wait`` iterate over sets,
   and the default hash is a memory address.
+* Errors that can only be bugs end the run when they end a node's task, even if nobody awaits it.
 * ``run_in_executor`` runs the function inline at a seeded moment and completes at a later one, so
   that a crash, a cancel or another event can fall before, between or after.
 
@@ -30,6 +31,7 @@ T = TypeVar("T")
 EXECUTOR_DELAY_S_MEAN = 1e-3
 MAX_CALLBACKS = 50_000_000  # a scenario that spins without moving the clock ends here
 MAX_CALLBACKS_AT_ONE_TIME = 1_000_000
+OUR_ERRORS = (AssertionError, TypeError, AttributeError, NameError, LookupError, ArithmeticError)
 
 
 class SimDeadlock(AssertionError):
@@ -44,6 +46,7 @@ class Life:
         self.alive = True
         self.died_silently = False
         self.paused = False
+        self.num_pauses = 0
         self.clock_skew_s = clock_skew_s
         self.tasks: dict[int, SimTask] = {}
         self.held_back: deque[asyncio.Handle] = deque()
@@ -71,7 +74,7 @@ class SimTask(asyncio.Task[Any]):
         life = CURRENT_LIFE.get() if context is None else context.get(CURRENT_LIFE)
         if life is not None:
             life.tasks[self._sim_id] = self
-            self.add_done_callback(lambda task: life.tasks.pop(task._sim_id))
+            self.add_done_callback(lambda task: loop.task_ended(life, task))
 
     def __hash__(self) -> int:
         return self._sim_id
@@ -122,6 +125,17 @@ class SimLoop(base_events.BaseEventLoop):
         life = CURRENT_LIFE.get()
         return self._now_s if life is None else self._now_s + life.clock_skew_s
 
+    def call_soon(
+        self,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """As the base class does, without its checks: a simulation makes these by the million."""
+        handle = events.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def call_at(
         self,
         when: float,
@@ -143,7 +157,6 @@ class SimLoop(base_events.BaseEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        self._check_closed()  # type: ignore[attr-defined]
         handle = events.TimerHandle(when_s, callback, args, self, context)
         handle._scheduled = True  # type: ignore[attr-defined]
         heapq.heappush(self._queue, (when_s, self.next_id(), handle))
@@ -177,6 +190,7 @@ class SimLoop(base_events.BaseEventLoop):
     def pause(self, life: Life) -> None:
         """Hold back every callback of ``life``, like SIGSTOP."""
         life.paused = True
+        life.num_pauses += 1
 
     def resume(self, life: Life) -> None:
         """Let a paused life go on, with everything that was held back, in order."""
@@ -198,6 +212,14 @@ class SimLoop(base_events.BaseEventLoop):
     ) -> SimTask:
         return SimTask(coro, loop=self, **kwargs)
 
+    def task_ended(self, life: Life, task: SimTask) -> None:
+        """A node's task that ended with an error of ours ends the run, awaited or not."""
+        del life.tasks[task._sim_id]
+        error = task._exception  # type: ignore[attr-defined]  # `exception()` would count as heard
+        if isinstance(error, OUR_ERRORS):
+            error.add_note(f"ended {task.get_name()} of {life.name}")
+            self.failures.append(error)
+
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception") or RuntimeError(context["message"])
         error.add_note(f"reported to the loop: {context['message']}")
@@ -206,32 +228,34 @@ class SimLoop(base_events.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready; when nothing is, move the clock to the next timer."""
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-        while self._queue and self._queue[0][2].cancelled():
-            self._forget(heapq.heappop(self._queue)[2])
+        queue = self._queue
+        while queue and queue[0][2]._cancelled:  # type: ignore[attr-defined]
+            self._forget(heapq.heappop(queue)[2])
         if not ready and not self._stopping:  # type: ignore[attr-defined]
-            if not self._queue:
+            if not queue:
                 raise SimDeadlock(f"no runnable task and no timer at t={self._now_s:.6f} s")
-            self._move_clock(self._queue[0][0])
-        while self._queue and self._queue[0][0] <= self._now_s:
-            handle = heapq.heappop(self._queue)[2]
+            self._move_clock(queue[0][0])
+        while queue and queue[0][0] <= self._now_s:
+            handle = heapq.heappop(queue)[2]
             self._forget(handle)
             ready.append(handle)
+        failures = self.failures
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:  # type: ignore[attr-defined]
                 self._run_handle(handle)
-            if self.failures and self.stops_at_failure:
-                raise self.failures[0]
+            if failures and self.stops_at_failure:
+                raise failures[0]
 
     def _move_clock(self, when_s: float) -> None:
         if when_s > self._now_s:
             self._now_s = when_s
+            self._num_callbacks += self._num_callbacks_now
             self._num_callbacks_now = 0
+            assert self._num_callbacks < MAX_CALLBACKS, "the scenario does not end"
 
     def _run_handle(self, handle: asyncio.Handle) -> None:
-        self._num_callbacks += 1
         self._num_callbacks_now += 1
-        assert self._num_callbacks < MAX_CALLBACKS, "the scenario does not end"
         assert self._num_callbacks_now < MAX_CALLBACKS_AT_ONE_TIME, (
             f"a task spins at t={self._now_s:.6f} s: {handle!r}"
         )

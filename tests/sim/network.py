@@ -12,14 +12,17 @@ link. Any ``bind`` address works; the node's own address is ``sim://NODE:PORT``.
 from __future__ import annotations
 
 import contextvars
+import math
 import random
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from tests.sim.faults import FaultPlan, Trace
 from tests.sim.loop import CURRENT_LIFE, Life, SimLoop
+from tests.sim.pubsub import SimPublisher, SimSubscription, own_place, place_of
 from transfer.channel import Channel, Hello, Listener, Service
 from transfer.errors import PeerClosed, PeerUnreachable
+from transfer.pubsub import PartsCallback, Publisher, ReplaySource, Subscription
 from transfer.rpc import RpcChannel
 from transfer.rpc_handlers import RpcServer
 
@@ -48,9 +51,13 @@ class SimFabric:
         self.checkers: list[Callable[[], None]] = []
         self.listeners: dict[Place, SimListener] = {}
         self.wires: dict[bytes, _ClientWire] = {}
+        self.publishers: dict[Place, SimPublisher] = {}
+        self.subscriptions: list[SimSubscription] = []
+        self.bulk_limits: dict[str, float] = {}  # bytes per second by node
         self._blocked: dict[tuple[str, str], None] = {}
         self._next_port: dict[str, int] = {}
         self._next_key = 0
+        self._nowhere = contextvars.Context()  # of what happens between the nodes
 
     def block(self, source: str, target: str) -> None:
         """Drop everything from ``source`` to ``target``, silently."""
@@ -64,6 +71,11 @@ class SimFabric:
 
     def unblock_all(self) -> None:
         self._blocked.clear()
+
+    def bulk_bytes_per_s(self, source: str, target: str) -> float:
+        """Speed of bulk transfers between two nodes: the slowest part of the way."""
+        limits = (self.bulk_limits.get(node, math.inf) for node in (source, target))
+        return min(self.plan.bulk_bytes_per_s, *limits)
 
     def delay_s(self) -> float:
         return self.plan.delay_s_min + self.rng.expovariate(1 / self.plan.delay_s_mean)
@@ -117,9 +129,9 @@ class SimFabric:
             self.trace.add(self.loop.now_s, f"{what} {source}>{target}", frame)
             if not lost:
                 arrive(frame)  # schedules the receiver; checkers run behind it
-                self.loop.call_soon(self.run_checkers, context=contextvars.Context())
+                self.loop.call_soon(self.run_checkers, context=self._nowhere)
 
-        self.loop.call_at_true_time(at_s, deliver, context=contextvars.Context())
+        self.loop.call_at_true_time(at_s, deliver, context=self._nowhere)
 
     def cut_off(self, life: Life, *, silent: bool) -> None:
         """A process has died. Unless ``silent``, its peers' connections are reset a little later.
@@ -129,6 +141,9 @@ class SimFabric:
         for place, listener in list(self.listeners.items()):
             if listener.life is life:
                 del self.listeners[place]
+        for publisher in list(self.publishers.values()):
+            if publisher.life is life:
+                publisher.close()
         if silent:
             return
         for wire in list(self.wires.values()):
@@ -265,6 +280,7 @@ class SimNetwork:
         self.life = life
         self._channels: dict[RpcChannel, None] = {}
         self._listeners: dict[SimListener, None] = {}
+        self._casts: list[SimPublisher | SimSubscription] = []
         self._closed = False
 
     async def listen(self, service: Service, hello: Hello, bind: str) -> Listener:
@@ -293,8 +309,31 @@ class SimNetwork:
             raise
         return channel
 
+    def publish(self, bind: str, replay_bind: str, replay: ReplaySource) -> Publisher:
+        self._check_open()
+        places = [own_place(self, bind), own_place(self, replay_bind)]
+        publisher = SimPublisher(self, places, replay)
+        self._casts.append(publisher)
+        return publisher
+
+    def subscribe(
+        self,
+        address: str,
+        replay_address: str,
+        topic: bytes,
+        *,
+        on_message: PartsCallback,
+        on_replay: PartsCallback,
+    ) -> Subscription:
+        self._check_open()
+        places = place_of(address), place_of(replay_address)
+        subscription = SimSubscription(self, places, topic, on_message, on_replay)
+        self._casts.append(subscription)
+        return subscription
+
     async def close(self) -> None:
         self._closed = True
+        self._close_casts()
         for channel in list(self._channels):
             await channel.close()
         for listener in list(self._listeners):
@@ -302,10 +341,16 @@ class SimNetwork:
 
     def abort(self) -> None:
         self._closed = True
+        self._close_casts()
         for channel in list(self._channels):
             channel.abort()
         for listener in list(self._listeners):
             listener.abort()
+
+    def _close_casts(self) -> None:
+        for cast in self._casts:
+            cast.close()
+        self._casts.clear()
 
     def forget_channel(self, channel: RpcChannel) -> None:
         self._channels.pop(channel, None)

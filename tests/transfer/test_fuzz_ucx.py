@@ -82,9 +82,8 @@ def test_a_number_that_would_reach_into_the_key_of_another_peer_is_refused(reque
 @BOUNDED
 @given(st.integers(0, (1 << 64) - 1))
 def test_every_tag_says_one_thing(tag: int) -> None:
-    parts = unpack_tag(tag)
+    parts = Tag(*unpack_tag(tag))
     assert parts.pack() == tag
-    assert isinstance(parts, Tag)
     assert parts.request <= MAX_REQUEST
     assert parts.piece < MAX_PIECES
 

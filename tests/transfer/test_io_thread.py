@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.transfer.bulk_harness import until
 from transfer.errors import PeerClosed
-from transfer.io_thread import IoThread
+from transfer.io_thread import Events, IoThread, _Selector
+from transfer.vigil import GAP_S, SPIN_S
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -185,3 +188,151 @@ async def test_a_socket_that_a_borrower_closes_as_the_loop_wakes_for_it_harms_no
     assert await thread.run(asyncio.sleep(0, "alive")) == "alive"
     thread.stop()
     theirs.close()
+
+
+class HeldClock:
+    """Time passes by ``step_s`` with each look at the clock."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s = 1000.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The timeouts that the I/O thread has slept, or looked, with."""
+    found: list[float | None] = []
+    select = selectors.DefaultSelector.select
+
+    def noted(self: selectors.DefaultSelector, timeout: float | None = None) -> Events:
+        if isinstance(self, _Selector):
+            found.append(timeout)
+        return select(self, timeout)
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", noted)
+    return found
+
+
+async def after(thread: IoThread, events: int, waits: list[float | None]) -> list[float | None]:
+    """Return how the thread waited from ``events`` events on until it slept."""
+    begun = threading.Event()
+
+    def happen() -> None:
+        for _ in range(events):
+            thread.expect_more()
+        waits.clear()
+        begun.set()
+
+    thread.call(happen)
+    assert await asyncio.to_thread(begun.wait, JOIN_TIMEOUT_S)
+    await until(lambda: None in waits)
+    return waits[: waits.index(None)]
+
+
+async def test_a_thread_of_which_nothing_is_expected_sleeps_at_once(
+    running: IoThread, waits: list[float | None]
+) -> None:
+    assert await after(running, 0, waits) == []
+    assert await after(running, 1, waits) == [], "once is no series"
+    assert waits == [None], "it sleeps on"
+
+
+async def test_a_thread_stays_awake_after_a_series_and_then_sleeps(
+    waits: list[float | None],
+) -> None:
+    clock = HeldClock(GAP_S / 10)
+    thread = IoThread("test", clock)
+    thread.start()
+    looks = await after(thread, 2, waits)
+    assert looks == [0] * len(looks)
+    assert 1 < len(looks) <= SPIN_S / clock.step_s + 2, "awake for SPIN_S by its clock, no longer"
+    thread.stop()
+
+
+@pytest.fixture
+def awake() -> Iterator[IoThread]:
+    """A thread that looks without end: its time stands still."""
+    clock = HeldClock(0.0)
+    thread = IoThread("test", clock)
+    thread.start()
+    for _ in range(2):
+        thread.call(thread.expect_more)
+    yield thread
+    clock.now_s += SPIN_S
+    thread.stop()
+
+
+async def test_a_thread_that_is_awake_does_its_work(awake: IoThread) -> None:
+    assert await awake.run(asyncio.sleep(0, "called")) == "called"
+
+
+async def test_a_thread_that_is_awake_lends_its_loop(awake: IoThread) -> None:
+    done = threading.Semaphore(0)
+    await lend(awake, lambda: awake.loop.call_soon(done.release) is not None)
+    assert await asyncio.to_thread(done.acquire, timeout=JOIN_TIMEOUT_S)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def lends(function: Callable[[int], object], fd: int) -> Callable[[], bool]:
+    return lambda: function(fd) is None
+
+
+async def watched(thread: IoThread, sock: socket.socket, heard: threading.Event) -> None:
+    def on_readable() -> None:
+        thread.loop.remove_reader(sock)
+        heard.set()
+
+    async def watch() -> None:
+        thread.loop.add_reader(sock, on_readable)
+
+    await thread.run(watch())
+
+
+async def test_what_arrives_at_a_muted_socket_waits_until_it_is_unmuted(
+    running: IoThread, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    (ours, theirs), heard = pair, threading.Event()
+    await watched(running, ours, heard)
+    await lend(running, lends(running.mute, ours.fileno()))
+    theirs.send(b"x")
+    for _ in range(10):  # turns of its loop, each of which would have heard
+        await running.run(asyncio.sleep(0))
+    assert not heard.is_set()
+    await lend(running, lends(running.unmute, ours.fileno()))
+    assert await asyncio.to_thread(heard.wait, JOIN_TIMEOUT_S)
+
+
+async def test_unmuting_brings_back_what_is_registered_now_and_nothing_else(
+    running: IoThread, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """The link may have paused, or begun to wait for room, while it was muted."""
+    (ours, theirs), writable = pair, threading.Event()
+    await watched(running, ours, threading.Event())
+    await lend(running, lends(running.mute, ours.fileno()))
+
+    async def change() -> None:
+        running.loop.remove_reader(ours)
+        running.unmute(ours.fileno())
+        running.loop.add_writer(ours, on_writable)
+        running.mute(ours.fileno())
+        running.unmute(ours.fileno())
+
+    def on_writable() -> None:
+        running.loop.remove_writer(ours)
+        writable.set()
+
+    await running.run(change())
+    theirs.send(b"x")
+    assert await asyncio.to_thread(writable.wait, JOIN_TIMEOUT_S)
+    assert await running.run(asyncio.sleep(0, "alive")) == "alive"

@@ -16,6 +16,7 @@ class FakeWorker:
     """Only what a farewell asks of a worker."""
 
     quiet = True
+    moves_only_in_progress = True
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()

@@ -40,7 +40,8 @@ class Both:
         """Send every piece."""
         pieces = []
         while (piece := self.shipment.load()) is not None:
-            index, data = piece
+            index, nbytes, data = piece
+            assert memoryview(data).nbytes == nbytes  # type: ignore[arg-type]
             pieces.append((index, bytes(memoryview(data))))  # type: ignore[arg-type]
             self.shipment.sent(failed=False)
         return pieces
@@ -125,7 +126,7 @@ def test_a_piece_that_was_put_back_is_the_next_again() -> None:
     assert first is not None
     assert again is not None
     assert again[0] == first[0]
-    data = bytes(memoryview(first[1]))  # type: ignore[arg-type]
+    data = bytes(memoryview(first[2]))  # type: ignore[arg-type]
     assert both.delivery.berth(0, len(data)) is not None
     both.delivery.put_back(0)
     both.land(0, data)

@@ -1,0 +1,105 @@
+"""Telling every node of the cluster to forget cached pages: all of them, or one namespace.
+
+Owns the order and the report. Compute nodes come first, so that nothing of theirs is on its way
+when the stores are told. Stores copy pages to one another: they are told again until they have
+nothing left, a bounded number of times. What running requests store afterwards stays.
+
+A node that cannot be told is part of the report, never silently left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gateway.links import Link
+from kvstore.events import CacheCleared, ClearCache
+from kvstore.messages import ClearStore, StoreDone
+from transfer.channel import Hello, Network
+from transfer.errors import TransferError
+from transfer.identity import Identity, NodeId, Role
+from transfer.membership import Member
+
+STORE_ROUNDS_MAX = 4
+CLEAR_S = 60.0  # for the whole cluster: a million pages take seconds
+
+
+class ClearedNode(NamedTuple):
+    """What one node did. ``num_pages`` counts copies: a page on two stores counts twice.
+
+    Attributes:
+        error: why it could not be told, or not to its end; None when it has nothing left.
+    """
+
+    node_id: NodeId
+    role: Role
+    num_pages: int
+    error: str | None = None
+
+
+async def clear_links(
+    links: Iterable[Link], namespace: bytes | None, *, deadline_s: float
+) -> list[ClearedNode]:
+    """Clear the local caches of prefill and decode nodes."""
+    return list(await asyncio.gather(*(_clear_link(x, namespace, deadline_s) for x in links)))
+
+
+async def _clear_link(link: Link, namespace: bytes | None, deadline_s: float) -> ClearedNode:
+    channel = link.channel
+    if channel is None:
+        reason = f"not reachable: {link.last_error or 'connecting'}"
+        return ClearedNode(link.name, link.role, 0, reason)
+    try:
+        message = ClearCache(namespace)
+        reply = await channel.request(message, CacheCleared, deadline_s=deadline_s)
+    except TransferError as error:
+        return ClearedNode(link.name, link.role, 0, _words(error))
+    return ClearedNode(link.name, link.role, reply.num_pages)
+
+
+async def clear_stores(
+    stores: Iterable[Member],
+    namespace: bytes | None,
+    *,
+    network: Network,
+    identity: Identity,
+    deadline_s: float,
+) -> list[ClearedNode]:
+    """Clear store nodes, all tiers, until a round finds nothing."""
+    members = list(stores)
+    total: list[ClearedNode] = [ClearedNode(m.node_id, Role.STORE, 0) for m in members]
+    for _ in range(STORE_ROUNDS_MAX):
+        calls = (_clear_store(m, namespace, network, identity, deadline_s) for m in members)
+        found = await asyncio.gather(*calls)
+        total = [
+            now._replace(num_pages=before.num_pages + now.num_pages)
+            for before, now in zip(total, found, strict=True)
+        ]
+        if not any(node.num_pages for node in found):
+            break
+    return total
+
+
+async def _clear_store(
+    member: Member,
+    namespace: bytes | None,
+    network: Network,
+    identity: Identity,
+    deadline_s: float,
+) -> ClearedNode:
+    hello = Hello(identity=identity)
+    try:
+        channel = await network.connect(member.info.address, hello, deadline_s=deadline_s)
+        try:
+            message = ClearStore(namespace)
+            reply = await channel.request(message, StoreDone, deadline_s=deadline_s)
+        finally:
+            await channel.close()
+    except TransferError as error:
+        return ClearedNode(member.node_id, Role.STORE, 0, _words(error))
+    return ClearedNode(member.node_id, Role.STORE, reply.count)
+
+
+def _words(error: TransferError) -> str:
+    return f"{type(error).__name__}: {error}"

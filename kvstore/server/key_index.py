@@ -1,0 +1,167 @@
+"""From 32-byte keys to rows: a hash table in two arrays, without an object per key.
+
+Owns the keys of the rows and an open-addressed table of row numbers (linear probing, at most half
+full, deletion by shifting back: no tombstones). Knows nothing else of a row.
+
+::
+
+    slots   | 0 | 7 | 3 | 0 | 9 | ...      0: empty          home(key) = top bits of hash(key)
+              ▲   ▲   ▲
+              │   └───┴─ a run: every key is between its home and the next empty slot
+    words   | row 0: null | row 1: 4 x uint64 | ...           hashes | uint32 per row |
+
+Keys are content hashes, so four words folded and multiplied (Fibonacci hashing) spread evenly. One
+lookup costs about 0.5 us; ``find_many`` works on whole batches: about 0.05 us a key.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.page import KEY_NBYTES
+from kvstore.server.columns import NULL_ROW, NUM_ROWS_FIRST
+
+_WORDS = struct.Struct("<4Q")
+_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
+_MASK_64 = (1 << 64) - 1
+_HASH_BITS = 32
+
+Rows = npt.NDArray[np.int64]
+
+
+class KeyIndex:
+    """See the module's docstring. Rows are chosen by the caller, who also grows the index."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._num_rows = 0
+        self._words: npt.NDArray[np.uint64] = np.zeros((0, 4), "<u8")
+        self._hashes: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._slots: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.grow(NUM_ROWS_FIRST, 0)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def grow(self, num_rows: int, used: int) -> None:
+        """Make room for ``num_rows`` rows, of which the first ``used`` may have keys."""
+        used = min(used, self._num_rows)
+        words = np.zeros((num_rows, 4), "<u8")
+        words[:used] = self._words[:used]
+        hashes = np.zeros(num_rows, np.uint32)
+        hashes[:used] = self._hashes[:used]
+        indexed = self._slots[self._slots != NULL_ROW].astype(np.int64)
+        self._num_rows, self._words, self._hashes = num_rows, words, hashes
+        self._bits = (2 * num_rows - 1).bit_length()
+        self._mask = (1 << self._bits) - 1
+        self._shift = _HASH_BITS - self._bits
+        assert self._shift >= 0, num_rows
+        self._slots = np.zeros(1 << self._bits, np.int32)
+        self._place(indexed)
+        self._word: Any = memoryview(words.reshape(-1))  # type: ignore[arg-type]
+        in_bytes: Any = words.reshape(-1).view(np.uint8)
+        self._key_bytes: Any = memoryview(in_bytes)
+        self._hash: Any = memoryview(hashes)  # type: ignore[arg-type]
+        self._slot: Any = memoryview(self._slots)  # type: ignore[arg-type]
+
+    def _place(self, rows: Rows) -> None:
+        """Insert many rows into an empty table: whoever loses a slot tries the next one."""
+        at = (self._hashes[rows] >> np.uint32(self._shift)).astype(np.int64)
+        while len(rows):
+            free = self._slots[at] == NULL_ROW
+            self._slots[at[free]] = rows[free]
+            lost = self._slots[at] != rows
+            rows, at = rows[lost], (at[lost] + 1) & self._mask
+
+    # ---- one key
+
+    def key(self, row: int) -> bytes:
+        """The key last given to ``row``, indexed or not."""
+        return bytes(self._key_bytes[row * KEY_NBYTES : (row + 1) * KEY_NBYTES])
+
+    def find(self, key: bytes) -> int:
+        """The row of ``key``; ``NULL_ROW`` when it is not indexed (or no key at all)."""
+        if len(key) != KEY_NBYTES:
+            return NULL_ROW
+        a, b, c, d = _WORDS.unpack(key)
+        hashed = ((a ^ b ^ c ^ d) * _MULTIPLIER & _MASK_64) >> 32
+        slots, hashes, words, mask = self._slot, self._hash, self._word, self._mask
+        at = hashed >> self._shift
+        while row := slots[at]:
+            if hashes[row] == hashed:
+                i = row * 4
+                if words[i] == a and words[i + 1] == b and words[i + 2] == c and words[i + 3] == d:
+                    return row  # type: ignore[no-any-return]
+            at = (at + 1) & mask
+        return NULL_ROW
+
+    def insert(self, row: int, key: bytes) -> None:
+        """Index ``key``, which must be new, under ``row``."""
+        a, b, c, d = _WORDS.unpack(key)
+        hashed = ((a ^ b ^ c ^ d) * _MULTIPLIER & _MASK_64) >> 32
+        self._key_bytes[row * KEY_NBYTES : (row + 1) * KEY_NBYTES] = key
+        self._hash[row] = hashed
+        slots, mask = self._slot, self._mask
+        at = hashed >> self._shift
+        while slots[at]:
+            at = (at + 1) & mask
+        slots[at] = row
+        self._num += 1
+
+    def remove(self, row: int) -> None:
+        """Take an indexed row out; ``key`` still tells its key."""
+        slots, hashes, mask, shift = self._slot, self._hash, self._mask, self._shift
+        hole = hashes[row] >> shift
+        while slots[hole] != row:
+            assert slots[hole], f"row {row} is not indexed"
+            hole = (hole + 1) & mask
+        at = hole
+        while follower := slots[at := (at + 1) & mask]:
+            home = hashes[follower] >> shift
+            if (at - home) & mask >= (at - hole) & mask:  # may stand in the hole
+                slots[hole] = follower
+                hole = at
+        slots[hole] = NULL_ROW
+        self._num -= 1
+
+    # ---- many keys
+
+    def packed_keys(self, rows: Rows) -> bytes:
+        """The keys last given to ``rows``, one after the other."""
+        return self._words[rows].tobytes()
+
+    def find_many(self, packed: bytes) -> Rows:
+        """The row of each packed key; ``NULL_ROW`` where it is not indexed."""
+        words = np.frombuffer(packed, "<u8").reshape(-1, 4)
+        folded = words[:, 0] ^ words[:, 1] ^ words[:, 2] ^ words[:, 3]
+        hashed = ((folded * np.uint64(_MULTIPLIER)) >> np.uint64(32)).astype(np.uint32)
+        at = (hashed >> np.uint32(self._shift)).astype(np.int64)
+        found = np.zeros(len(words), np.int64)
+        open_ = np.arange(len(words))  # positions that are not decided yet
+        while len(open_):
+            rows = self._slots.take(at)
+            taken = rows != NULL_ROW
+            same = self._hashes.take(rows) == hashed
+            same &= taken
+            hits = np.flatnonzero(same)
+            equal = (self._words.take(rows[hits], axis=0) == words.take(open_[hits], axis=0)).all(1)
+            hits = hits[equal]
+            found[open_[hits]] = rows[hits]
+            taken[hits] = False
+            left = np.flatnonzero(taken)
+            open_, hashed, at = open_[left], hashed[left], (at[left] + 1) & self._mask
+        return found
+
+    # ---- proof
+
+    def check(self) -> None:
+        """Assert that every indexed row is found by its key; O(keys)."""
+        rows = self._slots[self._slots != NULL_ROW]
+        assert len(rows) == self._num, (len(rows), self._num)
+        assert 2 * self._num <= len(self._slots)
+        found = self.find_many(self._words[rows].tobytes())
+        assert (found == rows).all(), "a key is not where its hash says"

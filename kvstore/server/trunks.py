@@ -1,0 +1,74 @@
+"""Who has children: one record per parent key, whether that page is here or not.
+
+Owns the parent keys of all indexed pages, how many children each has, and the row of the parent
+when it is in this directory too. A page refers to its parent by *trunk* number, so that a parent
+may come, go and come back under any number of children at constant cost. On a node of a large
+cluster most parents are elsewhere: they cost a trunk and nothing more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.server.columns import NULL_ROW, Columns, RowPool
+from kvstore.server.key_index import KeyIndex
+
+
+class Trunks:
+    """See the module's docstring. Trunk 0 is none."""
+
+    def __init__(self) -> None:
+        self._columns = Columns(page="i4", num_children="i4", num_resident="i4")
+        self._index = KeyIndex()
+        self._pool = RowPool()
+        self._fetch()
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def _fetch(self) -> None:
+        view = self._columns.view
+        self.page: Any = view("page")  # row of the parent, or NULL_ROW
+        self.num_children: Any = view("num_children")
+        self.num_resident: Any = view("num_resident")  # those of them with a slot in memory
+
+    def reserve(self, num: int) -> None:
+        """Make room for ``num`` trunks ahead."""
+        if num >= self._columns.num_rows:
+            self._columns.grow(num + 1, self._pool.end)
+            self._index.grow(num + 1, self._pool.end)
+            self._fetch()
+
+    def find(self, key: bytes) -> int:
+        return self._index.find(key)
+
+    def key(self, trunk: int) -> bytes:
+        return self._index.key(trunk)
+
+    def join(self, key: bytes, page: int) -> int:
+        """One more child of ``key``; ``page`` is the row of ``key`` if it is here."""
+        trunk = self._index.find(key)
+        if not trunk:
+            trunk = self._pool.take()
+            if trunk >= self._columns.num_rows:
+                self.reserve(2 * self._columns.num_rows)
+            self._index.insert(trunk, key)
+            self.page[trunk] = page
+            self.num_children[trunk] = self.num_resident[trunk] = 0
+        self.num_children[trunk] += 1
+        return trunk
+
+    def leave(self, trunk: int) -> bool:
+        """One child less; True when it was the last and the trunk is gone."""
+        self.num_children[trunk] -= 1
+        if self.num_children[trunk]:
+            return False
+        assert not self.num_resident[trunk], trunk
+        self._index.remove(trunk)
+        self.page[trunk] = NULL_ROW
+        self._pool.give_back(trunk)
+        return True
+
+    def check(self) -> None:
+        self._index.check()
+        assert len(self._index) == len(self._pool)

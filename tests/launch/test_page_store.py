@@ -1,0 +1,105 @@
+"""The choice of the page store by ``--store``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+from launch.config import NodeOptions
+from launch.errors import ConfigError
+from launch.main import main
+from launch.page_store import check_store, mooncake_config, stated
+from transfer.identity import Role, new_identity
+from transfer.membership import (
+    Member,
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+    ViewCallback,
+)
+
+ADDRESS = "mooncake://10.0.0.7:50051?segment=1GiB"
+
+
+class Seat:
+    """Remembers what was said at joining."""
+
+    view = MembershipView()
+    connected = True
+    superseded = False
+
+    def __init__(self) -> None:
+        self.joined: list[NodeInfo] = []
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        self.joined.append(info)
+
+    def subscribe(self, callback: ViewCallback) -> None:
+        callback(self.view)
+
+    async def leave(self) -> None:
+        self.joined.clear()
+
+
+def info_of(role: Role, contract: dict[str, str]) -> NodeInfo:
+    return NodeInfo(identity=new_identity(role), address="tcp://127.0.0.1:1", contract=contract)
+
+
+def test_without_the_option_pages_are_in_the_clusters_own_nodes() -> None:
+    options, seat = NodeOptions.of(), Seat()
+    assert mooncake_config(options) is None
+    assert stated(options, seat) is seat
+    check_store(options)
+
+
+def test_the_address_of_the_node_is_the_one_that_mooncake_is_told() -> None:
+    options = NodeOptions.of(store=ADDRESS, advertise_host="10.0.0.8")
+    config = mooncake_config(options)
+    assert config is not None
+    assert (config.master, config.host) == ("10.0.0.7:50051", "10.0.0.8")
+    assert config.segment_nbytes == 1 << 30
+
+
+def test_a_wrong_address_is_one_line_that_says_how_to_write_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["decode", "--model", "fake", "--store", "redis://10.0.0.7"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvferry: error: --store redis://10.0.0.7: write mooncake://MASTER:PORT")
+    assert said.count("\n") == 1
+
+
+def test_a_missing_library_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"--store mooncake.*pip install"):
+        check_store(NodeOptions.of(store=ADDRESS))
+
+
+async def test_a_node_states_the_engine_that_keeps_its_pages() -> None:
+    seat = Seat()
+    info = info_of(Role.DECODE, {"model": "m"})
+    await stated(NodeOptions.of(store=ADDRESS), seat).join(info, NodeStatus)
+    assert seat.joined[0].contract == {"model": "m", "page_store": "mooncake://10.0.0.7:50051"}
+
+
+@pytest.mark.parametrize(
+    ("role", "contract", "has_store"),
+    [
+        (Role.STORE, {}, True),
+        (Role.PREFILL, {}, False),
+        (Role.PREFILL, {"page_store": "mooncake://10.0.0.7:50051"}, True),
+    ],
+)
+def test_pages_can_move_over_a_store_node_or_the_engine_that_is_stated(
+    role: Role, contract: dict[str, str], has_store: bool
+) -> None:
+    member = Member(info=info_of(role, contract), status=NodeStatus())
+    assert MembershipView(members=(member,)).has_store is has_store
+    assert not MembershipView().has_store

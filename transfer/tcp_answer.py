@@ -1,0 +1,107 @@
+"""Waits for the answer to one small read on the application's thread, without waking another.
+
+Owns the watch: at most one for each engine. While it lasts the I/O thread is not told of bytes on
+that connection (``mute``); the application's loop, in turns with all its other work, borrows the
+I/O loop and looks by itself. That spares waking the I/O thread, and waking the application by it.
+Knows no frames, and nothing of how the read was sent.
+
+::
+
+    read sent ──begin──▶ watched ──answered, SPIN_S over, others send──▶ the I/O thread's again
+
+Invariant: whatever ends a watch unmutes the connection; what has arrived meanwhile then wakes the
+I/O thread (``epoll`` is level-triggered).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from transfer.errors import PeerClosed
+from transfer.io_thread import IoThread
+from transfer.tcp_client import ClientLink
+from transfer.tcp_link import Link
+from transfer.tcp_operation import SMALL_NBYTES, TcpOperation
+from transfer.vigil import OFTEN_S, Vigil
+
+
+class AnswerWatch:
+    """One per engine. Made for operations that were sent on a connection nobody else uses."""
+
+    def __init__(self, io: IoThread, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        clock: in seconds; that of the application's loop may be too coarse (uvloop's: 1 ms).
+        """
+        self._io = io
+        self._clock = clock
+        self._vigil = Vigil()
+        self._operation: TcpOperation | None = None
+        self._link: Link | None = None
+
+    def begin(self, operation: TcpOperation, client: ClientLink) -> None:
+        """Watch for the answer to ``operation``, if it is expected soon. On the lent I/O loop."""
+        if self._operation is not None or operation.nbytes > SMALL_NBYTES:
+            return
+        link = client.link
+        if client.answer_s > OFTEN_S or not link.listens:  # a peer that is far, or busy
+            return
+        if self._vigil.begin(self._clock()):
+            self._operation, self._link = operation, link
+            self._io.mute(link.fileno())
+
+    def end(self, link: Link) -> None:
+        """The I/O thread listens to ``link`` itself again. On the I/O loop, or lent; idempotent."""
+        if link is self._link:
+            self._link = None
+            if not link.closed:
+                self._io.unmute(link.fileno())
+
+    async def wait(self, operation: TcpOperation) -> None:
+        """Return when ``operation`` is over or its watch is, which may be at once.
+
+        Raises:
+            PeerClosed: the engine was stopped. Cancelled, it ends the watch as well.
+        """
+        if operation is not self._operation:
+            return
+        try:
+            await self._look(operation)
+        finally:
+            self._operation = None
+            self._give_back()
+
+    def _give_back(self) -> None:
+        link = self._link
+        if link is not None:
+            with suppress(PeerClosed):  # then every connection is closed, too
+                if not self._io.try_now(self._end_now, link):
+                    self._io.call(self.end, link)
+
+    def _end_now(self, link: Link) -> bool:
+        self.end(link)
+        return True
+
+    async def _look(self, operation: TcpOperation) -> None:
+        lasts = self._vigil.look_from(self._clock())
+        while self._io.try_now(self._look_once, operation) and not operation.finished:
+            if not lasts or operation.is_late:
+                return
+            os.sched_yield()  # to whoever waits for this core, perhaps the peer
+            await asyncio.sleep(0)
+            lasts = self._vigil.lasts(self._clock())
+        if lasts and operation.finished:
+            self._vigil.paid()
+
+    def _look_once(self, operation: TcpOperation) -> bool:
+        """Take what has arrived; False when the watch was over before."""
+        link = self._link
+        if link is None:
+            return False
+        link.look()
+        if operation.finished:
+            self.end(link)
+        return True
