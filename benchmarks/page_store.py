@@ -68,7 +68,7 @@ class Timings:
 
     async def take(self, subject: WithPages, pages: Pages, keys: list[bytes]) -> None:
         """One put and one get of ``keys``; the bytes that came back are compared."""
-        pages.wipe()
+        pages.wipe(len(keys))
         self.put[subject.name].append(await seconds(lambda: subject.put(keys)))
         self.get[subject.name].append(await seconds(lambda: subject.get(keys)))
         pages.verify(len(keys))

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from gateway.links import Link
 from kvstore.events import CacheCleared, ClearCache
-from kvstore.messages import ClearStore, StoreDone
 from transfer.channel import Hello, Network
 from transfer.errors import TransferError
 from transfer.identity import Identity, NodeId, Role
-from transfer.membership import Member
+from transfer.membership import PAGE_STORE_FACT, Member, MembershipView
 
 STORE_ROUNDS_MAX = 4
+NOT_OURS = "not a store node of this cluster: its pages stay until it evicts them, or clear it"
 CLEAR_S = 60.0  # for the whole cluster: a million pages take seconds
 
 
@@ -92,13 +92,20 @@ async def _clear_store(
     try:
         channel = await network.connect(member.info.address, hello, deadline_s=deadline_s)
         try:
-            message = ClearStore(namespace)
-            reply = await channel.request(message, StoreDone, deadline_s=deadline_s)
+            message = ClearCache(namespace)
+            reply = await channel.request(message, CacheCleared, deadline_s=deadline_s)
         finally:
             await channel.close()
     except TransferError as error:
         return ClearedNode(member.node_id, Role.STORE, 0, _words(error))
-    return ClearedNode(member.node_id, Role.STORE, reply.count)
+    return ClearedNode(member.node_id, Role.STORE, reply.num_pages)
+
+
+def other_engines(view: MembershipView) -> list[ClearedNode]:
+    """The stores that members use and that are no nodes of ours: nobody can tell them."""
+    named = (member.info.contract.get(PAGE_STORE_FACT) for member in view.members)
+    addresses = sorted({address for address in named if address})
+    return [ClearedNode(NodeId(name), Role.STORE, 0, NOT_OURS) for name in addresses]
 
 
 def _words(error: TransferError) -> str:

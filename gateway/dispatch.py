@@ -18,7 +18,7 @@ from contextlib import aclosing
 import numpy as np
 
 from engine.request import GenerateRequest, RequestId, TokenOut
-from gateway.clearing import ClearedNode, clear_links, clear_stores
+from gateway.clearing import ClearedNode, clear_links, clear_stores, other_engines
 from gateway.cluster import ModelFacts, model_facts
 from gateway.config import DispatcherConfig
 from gateway.errors import GatewayError, NoCapacity, TooManyRequests
@@ -191,13 +191,15 @@ class Dispatcher:
         links = self.placement.links
         compute = [*links.of_role(Role.PREFILL), *links.of_role(Role.DECODE)]
         told = await clear_links(compute, namespace, deadline_s=deadline_s)
-        return told + await clear_stores(
-            self._membership.view.with_role(Role.STORE, include_draining=True),
+        view = self._membership.view
+        told += await clear_stores(
+            view.with_role(Role.STORE, include_draining=True),
             namespace,
             network=self._network,
             identity=self._identity,
             deadline_s=deadline_s,
         )
+        return told + other_engines(view)
 
     def _begin(
         self,

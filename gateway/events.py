@@ -14,7 +14,8 @@ until the link says otherwise.
                           └── snapshot ───┘
 
 The timer asks for what follows when nothing was heard for a while: soon after a snapshot (the
-subscription may not have been up yet), then less and less often. A node whose snapshots keep
+subscription may not have been up yet), then less and less often; a publisher that does not answer
+is not asked sooner for the snapshot that it costs. A node whose snapshots keep
 failing is asked less and less often, and logged once: failures are one streak as long as no
 subscription ends well or holds for ``RESUBSCRIBE_PAUSE_MAX_S``.
 """
@@ -107,6 +108,7 @@ class KvEventFollower:
         self._probe_pause_s = PROBE_PAUSE_S
         self._tag = 0
         self._asking = False
+        self._answers = True  # the publisher answered the last request, as far as is known
 
     async def run(self) -> None:
         """Follow until the channel closes.
@@ -173,6 +175,8 @@ class KvEventFollower:
                 keys += part.unpacked()
             if part.last:
                 self._snapshot_wanted.clear()
+                if self._answers:
+                    self._probe_pause_s = PROBE_PAUSE_S
                 self._consumer.snapshot(part.epoch, part.next_seq, keys)
                 self._act()
                 return
@@ -220,6 +224,7 @@ class KvEventFollower:
         if not self._asking or tag != encode_seq(self._tag):
             return  # of a request that was given up
         self._heard_s = self._loop.time()
+        self._answers = True
         if seq is None:
             self._consumer.replay_ended(epoch.decode(errors="replace"))
             self._asking = False
@@ -275,6 +280,7 @@ class KvEventFollower:
             self._timer = self._loop.call_later(left_s, self._on_timer, delay_s)
         elif self._asking:
             self._probe_pause_s = min(2 * self._probe_pause_s, UNANSWERED_PAUSE_MAX_S)
+            self._answers = False
             self._consumer.unanswered()
             self._act()
         else:

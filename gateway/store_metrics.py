@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gateway.store_numbers import FAMILIES, SAMPLES, Family
-from kvstore.placement import REPLICAS_FACT
 from transfer.identity import NodeId, Role
 from transfer.membership import MembershipView
 
@@ -32,7 +31,7 @@ def store_families(view: MembershipView) -> Iterator[Metric]:
     )
     for member in view.with_role(Role.STORE, include_draining=True):
         labels, contract = member.info.labels, member.info.contract
-        known = [member.node_id, labels.get("policy", ""), contract.get(REPLICAS_FACT, "")]
+        known = [member.node_id, labels.get("policy", ""), contract.get("replicas", "")]
         info.add_metric(known, 1)
         if member.status.gauges:
             _add(found, member.node_id, member.status.gauges)

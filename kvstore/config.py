@@ -37,6 +37,8 @@ class StoreConfig(BaseModel, frozen=True, extra="forbid"):
             the wire at the end of a lease never meet a reused slot.
         tick_s: period of lease expiry and incremental eviction.
         high_watermark, low_watermark: fractions of the segment between which a tick evicts.
+        spill_watermark: fraction of the segment above which pages are copied to the SSD, in the
+            order of eviction and ahead of it; ``low_watermark`` where that is lower.
         evict_batch: pages evicted per tick at most.
         eviction: the order in which pages of equal rank go: lru, lfu, slru, fifo or heat.
         half_life_s: time in which a use of a page loses half of its weight in the page's heat.
@@ -56,6 +58,7 @@ class StoreConfig(BaseModel, frozen=True, extra="forbid"):
     tick_s: float = Field(default=0.1, gt=0, le=10)
     high_watermark: float = Field(default=0.95, gt=0, le=1)
     low_watermark: float = Field(default=0.90, ge=0, le=1)
+    spill_watermark: float = Field(default=0.75, ge=0, le=1)
     evict_batch: int = Field(default=256, ge=1)
     eviction: Literal["lru", "lfu", "slru", "fifo", "heat"] = "lru"
     half_life_s: float = Field(default=600.0, gt=0)
@@ -97,6 +100,8 @@ class StoreClientConfig(BaseModel, frozen=True, extra="forbid"):
         poll_s: length of one long poll; after it the keys are placed anew.
         backoff_s, backoff_max_s: how long an unreachable node is skipped; doubles per failure.
         batch_nbytes: bytes per transfer call; pages become usable batch by batch.
+        offer_nbytes_max: a put of up to so many bytes to one node is one message: the node reads
+            the pages from here. Larger ones, and all when this is 0, are written to the node.
         num_batches: transfer calls under way per node in one put or get.
         put_waits_for_replicas: a put returns when the copies of its pages have been made (or
             cannot be made now), so that a page that was stored survives the loss of a node.
@@ -107,5 +112,6 @@ class StoreClientConfig(BaseModel, frozen=True, extra="forbid"):
     backoff_s: float = Field(default=0.25, gt=0)
     backoff_max_s: float = Field(default=5.0, gt=0)
     batch_nbytes: int = Field(default=16 * MIB, ge=1)
+    offer_nbytes_max: int = Field(default=MIB // 2, ge=0)
     num_batches: int = Field(default=2, ge=1, le=16)
     put_waits_for_replicas: bool = True

@@ -9,6 +9,7 @@ one-sidedly with the tokens from ``StoreOpened``.
     put   ReservePages ─▶ PagesReserved ─▶ transfer.write ─▶ CommitPages ─▶ PagesCommitted
                                            (broken: AbortPages)
           AwaitPages ─▶ PageStates         long poll: another writer's page is settled
+    put   TakePages ─▶ transfer.read by the node, into slots of its own ─▶ PagesTaken   (few bytes)
     get   AcquirePages ─▶ PagesAcquired ─▶ transfer.read ─▶ verify ─▶ ReleasePages
     match MatchPages ─▶ PagesMatched       keys and states packed
     both  RenewLeases ─▶ LeasesRenewed     at half-life, while a reader or writer needs longer
@@ -47,6 +48,20 @@ class CommitStatus(StrEnum):
     READY = "ready"
     STALE = "stale"
     TORN = "torn"
+
+
+class TakeStatus(StrEnum):
+    """TAKEN: read, verified, committed. PRESENT, WRITING, REFUSED, COLLISION: as in a reservation;
+    nothing was moved. TORN: what the node read does not hash to the checksum. UNREAD: the node
+    could not read the writer's memory; it can be written to all the same."""
+
+    TAKEN = "taken"
+    PRESENT = "present"
+    WRITING = "writing"
+    REFUSED = "refused"
+    COLLISION = "collision"
+    TORN = "torn"
+    UNREAD = "unread"
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag="open_store"):
@@ -144,6 +159,33 @@ class PagesCommitted(msgspec.Struct, frozen=True, tag="pages_committed"):
     statuses: tuple[CommitStatus, ...]
 
 
+class OfferedPage(msgspec.Struct, frozen=True, array_like=True):
+    """A page in the writer's memory: its blob at ``offset``, xxh3-128 of its valid bytes."""
+
+    identity: PageIdentity
+    offset: int
+    checksum: bytes
+
+
+class TakePages(msgspec.Struct, frozen=True, kw_only=True, tag="take_pages"):
+    """Here are pages, take them: one message stores a page where three steps would.
+
+    The writer keeps the bytes behind ``read_token`` unchanged until the answer, or until it has
+    given the request up: what is read after that does not hash to the checksum, at worst.
+    """
+
+    spec: PageSpec
+    read_token: bytes
+    pages: tuple[OfferedPage, ...]
+    policy: PutPolicy = DEFAULT_POLICY
+
+
+class PagesTaken(msgspec.Struct, frozen=True, tag="pages_taken"):
+    """In the order of the pages."""
+
+    statuses: tuple[TakeStatus, ...]
+
+
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
     """One grant, by name."""
 
@@ -193,11 +235,13 @@ class PagesAcquired(msgspec.Struct, frozen=True, kw_only=True, tag="pages_acquir
 
 
 class ReleasePages(msgspec.Struct, frozen=True, kw_only=True, tag="release_pages"):
-    """End a lease. ``corrupt`` names pages that did not verify; the node checks and drops them."""
+    """End a lease, and perhaps ``others``. ``corrupt`` names pages that did not verify; the node
+    checks and drops them."""
 
     incarnation: str
     lease_id: int
     corrupt: tuple[PageGrant, ...] = ()
+    others: tuple[int, ...] = ()
 
 
 class RenewLeases(msgspec.Struct, frozen=True, kw_only=True, tag="renew_leases"):

@@ -19,13 +19,12 @@ from launch.config import NodeOptions
 from launch.errors import ConfigError
 from launch.parts import Parts
 from launch.runtime import config_errors
+from launch.seat import SeatAround
 from transfer.membership import (
     PAGE_STORE_FACT,
     Membership,
-    MembershipView,
     NodeInfo,
     NodeStatus,
-    ViewCallback,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,31 +87,13 @@ def stated(options: NodeOptions, membership: Membership) -> Membership:
     return _StatingSeat(membership, f"mooncake://{config.master}")
 
 
-class _StatingSeat:
+class _StatingSeat(SeatAround):
     """A seat that adds one fact to what its node says when it joins."""
 
     def __init__(self, seat: Membership, address: str) -> None:
-        self._seat = seat
+        super().__init__(seat)
         self._address = address
-
-    @property
-    def view(self) -> MembershipView:
-        return self._seat.view
-
-    @property
-    def connected(self) -> bool:
-        return self._seat.connected
-
-    @property
-    def superseded(self) -> bool:
-        return self._seat.superseded
-
-    def subscribe(self, callback: ViewCallback) -> None:
-        self._seat.subscribe(callback)
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         contract = {**info.contract, PAGE_STORE_FACT: self._address}
-        await self._seat.join(structs.replace(info, contract=contract), status)
-
-    async def leave(self) -> None:
-        await self._seat.leave()
+        await super().join(structs.replace(info, contract=contract), status)

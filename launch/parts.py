@@ -170,7 +170,10 @@ class Parts:
 
         ``checks`` are the role's own: what is broken when it is False → "alive?".
         """
-        mine = {"the transfer I/O thread died": lambda: self.transfer.is_healthy}
+        mine = {
+            "the transfer I/O thread died": lambda: self.transfer.is_healthy,
+            "nobody keeps the seat in the cluster any more": lambda: self.membership.alive,
+        }
         return await broken({**checks, **mine}, self._superseded)
 
     def _superseded(self) -> LaunchError | None:

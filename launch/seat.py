@@ -34,6 +34,11 @@ ETCD_KEY_VARIABLE = "KVFERRY_ETCD_KEY"
 class OutsideSeat(Membership, Protocol):
     """A membership that some other process keeps."""
 
+    @property
+    def alive(self) -> bool:
+        """False when nobody keeps the seat and the view any more."""
+        ...
+
     async def watch_only(self, *, deadline_s: float | None = None) -> None:
         """Follow the cluster without being listed in it."""
         ...
@@ -97,12 +102,11 @@ def etcd_seat(
         ) from error
 
 
-class CountedSeat:
-    """A seat whose heartbeats also say what the transfers of this process have counted."""
+class SeatAround:
+    """A seat that is another one, but for what whoever inherits changes."""
 
-    def __init__(self, seat: OutsideSeat, transfer: TransferEngine) -> None:
+    def __init__(self, seat: Membership) -> None:
         self._seat = seat
-        self._transfer = transfer
 
     @property
     def view(self) -> MembershipView:
@@ -120,15 +124,31 @@ class CountedSeat:
         self._seat.subscribe(callback)
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        await self._seat.join(info, status)
+
+    async def leave(self) -> None:
+        await self._seat.leave()
+
+
+class CountedSeat(SeatAround):
+    """A seat whose heartbeats also say what the transfers of this process have counted."""
+
+    def __init__(self, seat: OutsideSeat, transfer: TransferEngine) -> None:
+        super().__init__(seat)
+        self._outside = seat
+        self._transfer = transfer
+
+    @property
+    def alive(self) -> bool:
+        return self._outside.alive
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         def counted() -> NodeStatus:
             own, counts = status(), self._transfer.counters()._asdict()
             counters = {f"transfer_{name}": float(count) for name, count in counts.items()}
             return structs.replace(own, counters={**own.counters, **counters})
 
-        await self._seat.join(info, counted)
-
-    async def leave(self) -> None:
-        await self._seat.leave()
+        await self._outside.join(info, counted)
 
     def abort(self) -> None:
-        self._seat.abort()
+        self._outside.abort()

@@ -64,7 +64,7 @@ class HubSubscription:
         on_message: PartsCallback,
         on_replay: PartsCallback,
     ) -> None:
-        self.address, self._replay_address = addresses
+        self.address, self.replay_address = addresses
         self.topic = topic
         self.on_message = on_message
         self._on_replay = on_replay
@@ -79,7 +79,7 @@ class HubSubscription:
         asyncio.get_running_loop().call_soon(arrive)
 
     def ask(self, parts: Parts) -> None:
-        publisher = self._hub.publishers.get(self._replay_address)
+        publisher = self._hub.publishers.get(self.replay_address)
         if publisher is None:
             return
         publisher.num_requests += 1

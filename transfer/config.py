@@ -89,7 +89,7 @@ class TransferConfig(BaseModel):
     ucx_port: int = Field(default=0, ge=0, le=65535)
     connect_timeout_s: float = Field(default=5.0, gt=0)
     copy_threads: int = Field(default_factory=_default_copy_threads, ge=1, le=64)
-    inline_copy_nbytes: int = Field(default=256 * 1024, ge=0)
+    inline_copy_nbytes: int = Field(default=512 * 1024, ge=0)
     bounce_nbytes: int = Field(default=4 * MIB, ge=4096, le=256 * MIB)
     bounce_slots: int = Field(default=16, ge=1, le=1024)
     bounce_slots_per_peer: int = Field(default=4, ge=1, le=1024)

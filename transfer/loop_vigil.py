@@ -9,9 +9,12 @@ A request over a sleeping loop wakes four threads, each of which costs more than
 ::
 
     Answers.asked ──quick peer──▶ LoopVigil turns ──Answers.answered──▶ sleeps in epoll again
-    LoopVigil.arrived, in series ─────▲   └── SPIN_S over, others want the core ──▶ sleeps
+    LoopVigil.arrived, in series ─────▲   └── LOOP_SPIN_S over, others want the core ──▶ sleeps
 
-Invariant: without requests nothing turns; who is slow to answer is not waited for.
+A turn that took long because the loop had work is no sign of that: its processor time tells.
+
+Invariants: without requests nothing turns; who is slow to answer is not waited for; where waiting
+is in vain, it takes at most ``MAX_IN_VAIN * LOOP_SPIN_S`` of each ``REST_S`` (3 %).
 """
 
 from __future__ import annotations
@@ -21,23 +24,33 @@ import os
 import time
 from collections.abc import Callable
 
-from transfer.vigil import OFTEN_S, Vigil
+from transfer.vigil import GAP_S, Vigil
+
+LOOP_SPIN_S = 0.0005  # awake after the last event: between two requests a page is moved and hashed
+LOOP_OFTEN_S = 0.001  # answers and requests that come faster are expected
 
 
 class LoopVigil:
     """One per loop. Make it inside the running loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
         """Args:
         clock: in seconds; the loop's own may be too coarse (uvloop's: 1 ms).
+        worked: seconds for which this thread has had a core.
         """
         self.clock = clock
+        self._worked = worked
+        self._looked_s = 0.0  # at the last turn
+        self._seen_s = self._worked_s = 0.0  # both clocks at one moment
         self._loop = asyncio.get_running_loop()
-        self._vigil = Vigil()
+        self._vigil = Vigil(spin_s=LOOP_SPIN_S, often_s=LOOP_OFTEN_S)
         self._awaited: dict[Answers, None] = {}
         self._in_series = False  # requests arrive one after the other
         self._turning = False
-        self._begun = False  # since the last turn
 
     @property
     def turning(self) -> bool:
@@ -52,23 +65,24 @@ class LoopVigil:
         self._vigil.event(now_s)
         self._in_series = self._vigil.look_from(now_s)
         if self._in_series:
-            self._turn_on()
+            self._turn_on(now_s)
 
     def expect(self, answers: Answers, now_s: float) -> None:
         """Stay awake for an answer."""
         if self._vigil.begin(now_s):
             self._awaited[answers] = None
-            self._turn_on()
+            self._turn_on(now_s)
 
     def met(self, answers: Answers) -> None:
         """The answer is here, or will not come."""
         if self._awaited.pop(answers, answers) is None:
             self._vigil.paid()
 
-    def _turn_on(self) -> None:
-        self._begun = True
+    def _turn_on(self, now_s: float) -> None:
         if not self._turning:
             self._turning = True
+            self._looked_s = self._seen_s = now_s
+            self._worked_s = self._worked()
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
@@ -82,10 +96,18 @@ class LoopVigil:
         self._turning = False
 
     def _lasts(self) -> bool:
-        if self._begun:  # other work came in between
-            self._begun = False
-            return self._vigil.look_from(self.clock())
-        return self._vigil.lasts(self.clock())
+        now_s = self.clock()
+        took_s, self._looked_s = now_s - self._looked_s, now_s
+        if took_s > GAP_S and self._was_ours(now_s):  # other work of this loop came in between
+            return self._vigil.look_from(now_s)
+        return self._vigil.lasts(now_s)
+
+    def _was_ours(self, now_s: float) -> bool:
+        """Whether this thread has had a core since the clocks were last compared."""
+        worked_s = self._worked()
+        lost_s = (now_s - self._seen_s) - (worked_s - self._worked_s)
+        self._seen_s, self._worked_s = now_s, worked_s
+        return lost_s <= GAP_S
 
 
 class Answers:
@@ -101,7 +123,7 @@ class Answers:
     def asked(self) -> None:
         """A request was sent."""
         self._asked_s = now_s = self._vigil.clock()
-        if self._answer_s <= OFTEN_S:
+        if self._answer_s <= LOOP_OFTEN_S:
             self._vigil.expect(self, now_s)
 
     def answered(self) -> None:

@@ -94,6 +94,11 @@ class RegistryMembership:
     def superseded(self) -> bool:
         return self._superseded
 
+    @property
+    def alive(self) -> bool:
+        """False when nobody keeps the seat and the view any more."""
+        return self._task is not None and not self._task.done() and not self._stopping
+
     def subscribe(self, callback: ViewCallback) -> None:
         self._subscribers.add(callback)
 

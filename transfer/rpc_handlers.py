@@ -247,6 +247,7 @@ class RpcServer:
             del connection.tasks[call.id]
             if not task.cancelled():
                 task.result()  # only our own bugs get here: handlers' errors were answered
+                return
             connection.core.fail(call.id, "internal", f"the handler of {call.name} was cancelled")
             self._after(connection, [])
 

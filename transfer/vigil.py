@@ -32,13 +32,15 @@ REST_S = 0.05  # asleep as usual after that
 class Vigil:
     """One per thread that waits. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spin_s: float = SPIN_S, often_s: float = OFTEN_S) -> None:
+        self._spin_s = spin_s
+        self._often_s = often_s
         self._until_s = self._looked_s = self._rests_until_s = self._event_s = 0.0
         self._in_vain = 0
 
     def event(self, now_s: float) -> None:
         """Something came: stay awake for the next if they come often."""
-        often = now_s - self._event_s < OFTEN_S
+        often = now_s - self._event_s < self._often_s
         self._event_s = now_s
         if often:
             self.begin(now_s)
@@ -47,7 +49,7 @@ class Vigil:
         """Stay awake from now on; return False while resting."""
         if now_s < self._rests_until_s:
             return False
-        self._until_s = now_s + SPIN_S
+        self._until_s = now_s + self._spin_s
         self._looked_s = now_s
         return True
 

@@ -42,9 +42,10 @@ class Pages:
         start = index * self.page_nbytes
         return memoryview(array)[start : start + self.page_nbytes]
 
-    def wipe(self) -> None:
-        """Forget what the last get brought."""
-        self.into[:] = 0
+    def wipe(self, count: int | None = None) -> None:
+        """Forget what the last get brought to the first ``count`` pages (default: all)."""
+        nbytes = (self.batch if count is None else count) * self.page_nbytes
+        self.into[:nbytes] = 0
 
     def verify(self, count: int | None = None) -> None:
         """Check the first ``count`` pages (default: all) of the destination.

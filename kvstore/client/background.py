@@ -24,15 +24,16 @@ class Background:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[object, object, None], name: str) -> None:
-        """Run ``work``; drops it when closed or when too many are running."""
+    def spawn(self, work: Coroutine[object, object, None], name: str) -> bool:
+        """Run ``work``; False: dropped, as this is closed or too many are running."""
         if self._closed or len(self._tasks) >= BACKGROUND_MAX:
             self.num_dropped += 1
             work.close()
-            return
+            return False
         task = asyncio.create_task(work, name=name)
         self._tasks[task] = None
         task.add_done_callback(self._finished)
+        return True
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]

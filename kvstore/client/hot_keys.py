@@ -34,6 +34,9 @@ class HotKeys:
     def __len__(self) -> int:
         return len(self._hot)
 
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._hot
+
     def note(self, key: PageKey, num_nodes: int, now_s: float) -> None:
         """A node says that ``num_nodes`` nodes hold ``key``."""
         self._hot.pop(key, None)  # the youngest last

@@ -46,6 +46,7 @@ from transfer.membership import NodeInfo
 
 SESSION_S_MAX = 1e8  # three years
 SLOW_S = 0.5  # an unanswered call of this age counts as a failure of the node
+NO_OFFERS_S = 10.0  # after the node could not read from here, before it is asked to again
 BULK_INCIDENTS_MAX = 4  # failed bulk operations in a row that count as a failure of the node
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -90,6 +91,7 @@ class StoreLink:
         self._num_failures = 0
         self._num_incidents = 0
         self._incident_s = 0.0
+        self._offers_from_s = 0.0
         self._closed = False
 
     @property
@@ -165,6 +167,15 @@ class StoreLink:
         if self._num_incidents >= BULK_INCIDENTS_MAX:
             self._num_incidents = 0
             self._back_off()
+
+    @property
+    def takes_offers(self) -> bool:
+        """As far as is known, the node can read from this process's memory."""
+        return not self._offers_from_s or _now_s() >= self._offers_from_s
+
+    def cannot_read(self) -> None:
+        """The node could not read what it was offered."""
+        self._offers_from_s = _now_s() + NO_OFFERS_S
 
     def bulk_done(self) -> None:
         """A bulk operation has succeeded."""

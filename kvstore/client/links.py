@@ -22,6 +22,7 @@ import xxhash
 from kvstore.client.background import Background
 from kvstore.client.hot_keys import HotKeys
 from kvstore.client.link import StoreLink
+from kvstore.client.releases import Releases
 from kvstore.client.route import Groups, Route, route
 from kvstore.config import MATCH_KEYS_MAX, PAGES_PER_MESSAGE_MAX, StoreClientConfig
 from kvstore.page import PageKey, PageSpec
@@ -53,6 +54,12 @@ class _Nodes(NamedTuple):
 
     def usable(self) -> list[bool]:
         return [link.usable for link in self.links]
+
+    def first(self, key: PageKey) -> StoreLink | None:
+        """The first node in rank, if it can be reached."""
+        only = len(self.links) == 1
+        link = self.links[0 if only else self.placement.ranks([key], 1)[0, 0]]
+        return link if link.usable else None
 
     def groups(self, groups: Groups, size: int) -> list[KeyGroup]:
         return [
@@ -174,6 +181,16 @@ class StoreLinks:
         wanted = self.replicas + num_young + num_draining
         return max(1, min(wanted, len(self._all.links)))
 
+    def only_reader(self, key: PageKey) -> StoreLink | None:
+        """The node of ``key``, if it alone is worth asking and can be asked."""
+        if self.num_answers > 1 or not self._all.links or key in self.hot:
+            return None
+        return self._all.first(key)
+
+    def first_writer(self, key: PageKey) -> StoreLink | None:
+        """Where ``key`` is put, if that can be reached."""
+        return self._lasting.first(key) if self._lasting.links else None
+
     def reading(self, keys: Sequence[PageKey], *, spread: bool = False) -> Course:
         """Where to look for ``keys``; with ``spread``, hot ones in turn on all that hold them."""
         num_answers = self.num_answers
@@ -215,6 +232,7 @@ class ClientParts(NamedTuple):
     transfer: Transfer
     links: StoreLinks
     background: Background
+    releases: Releases
     counters: Counter[str]
 
     @property

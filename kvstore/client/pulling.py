@@ -21,8 +21,6 @@ from kvstore.messages import (
     LeasedPage,
     PageGrant,
     PagesAcquired,
-    ReleasePages,
-    StoreDone,
 )
 from kvstore.page import PageKey
 from kvstore.store import GetOutcome, GetPage
@@ -101,9 +99,8 @@ class Pull:
             async with lease:
                 return await self._read(visit, self._believed(reply, by_key))
         finally:
-            self._parts.background.spawn(
-                release(self._parts, link, reply, tuple(visit.corrupt)),
-                f"release at {link.node_id}",
+            self._parts.releases.add(
+                link, reply.incarnation, reply.lease_id, tuple(visit.corrupt)
             )
 
     def _believed(self, reply: PagesAcquired, by_key: dict[PageKey, list[int]]) -> list[_Granted]:
@@ -191,17 +188,6 @@ class Pull:
                 visit.link.bulk_done()
                 return None
         return failure
-
-
-async def release(
-    parts: ClientParts, link: StoreLink, reply: PagesAcquired, corrupt: tuple[PageGrant, ...]
-) -> None:
-    """End a lease and report corrupt pages; if it cannot be done, the lease ends by itself."""
-    message = ReleasePages(incarnation=reply.incarnation, lease_id=reply.lease_id, corrupt=corrupt)
-    try:
-        await link.call(message, StoreDone, deadline_s=_now_s() + parts.config.op_timeout_s)
-    except TransferError:
-        parts.counters["lost_releases"] += 1
 
 
 def _now_s() -> float:

@@ -19,6 +19,8 @@ from kvstore.client.link import StoreLink
 from kvstore.client.links import ClientParts, StoreLinks
 from kvstore.client.matching import PageMatcher
 from kvstore.client.reading import PageReader
+from kvstore.client.releases import Releases
+from kvstore.client.single import get_one, put_one
 from kvstore.client.writing import PageWriter
 from kvstore.config import StoreClientConfig
 from kvstore.messages import ClearStore, ReadStats, StoreDone, StoreStats
@@ -66,7 +68,13 @@ class StoreClient:
         )
         self._background = Background()
         self._parts = ClientParts(
-            spec, config, transfer, self.links, self._background, self._counters
+            spec=spec,
+            config=config,
+            transfer=transfer,
+            links=self.links,
+            background=self._background,
+            releases=Releases(self._background, self._counters, config.op_timeout_s),
+            counters=self._counters,
         )
         self._closed = False
         membership.subscribe(self.links.follow)
@@ -83,8 +91,16 @@ class StoreClient:
         deadline_s: float,
         policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
-        writer = PageWriter(self._parts, pages, source=source, deadline_s=deadline_s, policy=policy)
-        result = await writer.run()
+        result = None
+        if len(pages) == 1:
+            result = await put_one(
+                self._parts, pages[0], source=source, policy=policy, deadline_s=deadline_s
+            )
+        if result is None:
+            writer = PageWriter(
+                self._parts, pages, source=source, deadline_s=deadline_s, policy=policy
+            )
+            result = await writer.run()
         self._counters["pages_pushed"] += result.moved.num_pages
         self._counters["bytes_pushed"] += result.moved.nbytes
         return result
@@ -98,10 +114,18 @@ class StoreClient:
         wait: bool = False,
         on_page: Callable[[int, GetOutcome], None] | None = None,
     ) -> GetResult:
-        reader = PageReader(
-            self._parts, pages, into=into, deadline_s=deadline_s, wait=wait, on_page=on_page
-        )
-        result = await reader.run()
+        result = None
+        if len(pages) == 1:
+            result = await get_one(
+                self._parts, pages[0], into=into, deadline_s=deadline_s, wait=wait
+            )
+        if result is None:
+            reader = PageReader(
+                self._parts, pages, into=into, deadline_s=deadline_s, wait=wait, on_page=on_page
+            )
+            result = await reader.run()
+        elif on_page is not None:
+            on_page(0, result.outcomes[0])
         self._counters["pages_pulled"] += result.moved.num_pages
         self._counters["bytes_pulled"] += result.moved.nbytes
         return result

@@ -1,5 +1,7 @@
 """One ``put``: reserve, write, commit, wait for the copies; join pages that others are writing.
 
+Few bytes are offered instead: the node takes the three steps itself (``offering.py``).
+
 Owns the life of a single call. Every batch is reserved right before it is written, so that no
 reservation waits for the wire longer than one batch takes. A page goes to the first node of its
 ranking that can be reached::
@@ -27,6 +29,7 @@ from kvstore.client.all_of import all_of
 from kvstore.client.lease import Lease
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
+from kvstore.client.offering import offer, worth_offering
 from kvstore.messages import (
     AbortPages,
     AwaitPages,
@@ -40,6 +43,7 @@ from kvstore.messages import (
     ReservePages,
     ReserveStatus,
     StoreDone,
+    TakeStatus,
     WriteGrant,
 )
 from kvstore.page import PageKey
@@ -55,6 +59,12 @@ _OUTCOMES = {
     ReserveStatus.PRESENT: PutOutcome.PRESENT,
     ReserveStatus.REFUSED: PutOutcome.REFUSED,
     ReserveStatus.COLLISION: PutOutcome.REFUSED,
+}
+_TAKEN = {
+    TakeStatus.TAKEN: PutOutcome.STORED,
+    TakeStatus.PRESENT: PutOutcome.PRESENT,
+    TakeStatus.REFUSED: PutOutcome.REFUSED,
+    TakeStatus.COLLISION: PutOutcome.REFUSED,
 }
 
 
@@ -121,7 +131,10 @@ class PageWriter:
         try:
             while todo and not self._late() and num_tries < TRIES_MAX:
                 async with gate:
-                    written = await self._write_new(link, todo, settled)
+                    if worth_offering(self._parts, link, len(todo)):
+                        written = await self._offer(link, todo, settled)
+                    else:
+                        written = await self._write_new(link, todo, settled)
                 todo = [i for i in todo if i not in settled]
                 num_tries += written.broken
                 if written.joined and not self._closing():
@@ -158,6 +171,29 @@ class PageWriter:
         for i, state in zip(joined, reply.states, strict=True):
             if state.present:
                 settled[i] = PutOutcome.PRESENT
+
+    async def _offer(
+        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome]
+    ) -> _Written:
+        """Let the node take ``todo``."""
+        statuses = await offer(
+            self._parts,
+            link,
+            [self._pages[i] for i in todo],
+            source=self._source,
+            policy=self._policy,
+            deadline_s=self._deadline_s,
+        )
+        joined, broken = [], False
+        for i, status in zip(todo, statuses, strict=True):
+            if status in _TAKEN:
+                settled[i] = _TAKEN[status]
+            elif status is TakeStatus.WRITING:
+                joined.append(i)
+            else:
+                broken = True
+        self._num_moved += statuses.count(TakeStatus.TAKEN)
+        return _Written(joined, broken)
 
     async def _write_new(
         self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome]

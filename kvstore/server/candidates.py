@@ -13,12 +13,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from kvstore.server.page_table import PageTable
+from kvstore.server.page_table import CANDIDATE, PageTable
 from kvstore.server.policies import EvictionPolicy
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 DEMOTIONS_MAX = 8  # per page taken out
+_STALE_SLACK = 1024  # candidates that have gone otherwise, kept before a heap is cleaned
 
 
 class Candidates:
@@ -35,6 +36,7 @@ class Candidates:
         self._policy = policy
         self._belongs = belongs
         self._heaps: list[list[int]] = [[] for _ in range(policy.num_levels)]
+        self._limits = [_STALE_SLACK] * policy.num_levels  # lengths at which heaps are cleaned
 
     def __len__(self) -> int:
         """At least the number of candidates."""
@@ -43,12 +45,30 @@ class Candidates:
     def offer(self, row: int) -> None:
         """Make ``row`` a candidate; does nothing when it is one already."""
         if not self._table.queued[row]:
-            self._table.queued[row] = 1
+            self._table.queued[row] = CANDIDATE
             self._push(row)
 
     def _push(self, row: int) -> None:
         policy = self._policy
-        heapq.heappush(self._heaps[policy.level(row)], policy.order(row) << _ROW_BITS | row)
+        level = policy.level(row)
+        heap = self._heaps[level]
+        heapq.heappush(heap, policy.order(row) << _ROW_BITS | row)
+        if len(heap) > self._limits[level]:
+            self._clean(level)
+
+    def _clean(self, level: int) -> None:
+        """Drop what is no candidate any more, so that pages which go otherwise (a clear, say)
+        leave nothing behind. Doubling limits: constant cost per candidate."""
+        queued = self._table.queued
+        lowest: dict[int, int] = {}
+        for item in self._heaps[level]:
+            row = item & _ROW_MASK
+            if queued[row] == CANDIDATE and self._belongs(row):
+                lowest[row] = min(item, lowest.get(row, item))
+        heap = list(lowest.values())
+        heapq.heapify(heap)
+        self._heaps[level] = heap
+        self._limits[level] = 2 * len(heap) + _STALE_SLACK
 
     def pop(self, evictable: Callable[[int], bool], now: int) -> int | None:
         """Take out the coldest candidate that is ``evictable``; None when there is none."""
@@ -65,7 +85,7 @@ class Candidates:
         while heap:
             item = heapq.heappop(heap)
             row = item & _ROW_MASK
-            if queued[row] != 1 or not self._belongs(row):
+            if queued[row] != CANDIDATE or not self._belongs(row):
                 continue
             if not evictable(row):
                 queued[row] = 0

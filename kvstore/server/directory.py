@@ -62,6 +62,8 @@ class Directory:
         segment: the slots to manage; nobody else allocates from it.
         lease_s: length of reservations and read leases, the grace included.
         high, low: used bytes between which ``tick`` evicts.
+        spill: used bytes above which pages are copied to the SSD ahead of their eviction; at most
+            ``low``, which is the default.
         policy: name of the eviction policy.
         quotas: fraction of the memory that is guaranteed, by namespace.
         pinned_max: fraction of the segment that may be pinned.
@@ -75,6 +77,7 @@ class Directory:
         lease_s: float,
         high: int,
         low: int,
+        spill: int | None = None,
         policy: str = "lru",
         quotas: Mapping[bytes, float] | None = None,
         pinned_max: float = 0.25,
@@ -93,7 +96,8 @@ class Directory:
         self._evictor = Evictor(self._ledger, high=high, low=low)
         self._admission = Admission(self._ledger, self._evictor, lease_s=lease_s)
         self._reading = Reading(self._ledger, lease_s=lease_s, pinned_max=pinned_max)
-        self.spilling = Spilling(self._ledger, self._evictor)
+        watermark = low if spill is None else min(spill, low)
+        self.spilling = Spilling(self._ledger, self._evictor, watermark=watermark)
         self.policy = policy
 
     @property
@@ -212,7 +216,8 @@ class Directory:
         return {
             "num_pages": self.num_pages,
             "num_spilled": self.num_spilled,
-            "num_on_ssd": self.spilling.num_on_ssd,
+            "num_on_ssd": ledger.num_on_ssd,
+            "num_in_line": len(ledger.line),
             "num_writing": self.num_writing,
             "num_fenced": ledger.num_in(FENCED),
             "num_dropped": ledger.num_in(DROPPED),
@@ -274,6 +279,21 @@ class Directory:
         self._ledger.begin(now_s)
         return self._admission.bury(writer)
 
+    def hold(self, key: PageKey, generation: int) -> int | None:
+        """Owe the slot of a reservation to this process until ``let_go``, whatever becomes of it.
+
+        Returns the row to let go of; None when the reservation is gone.
+        """
+        grant = self.find(key, generation)
+        if grant is None:
+            return None
+        self._ledger.hold(grant.row)
+        return grant.row
+
+    def let_go(self, row: int) -> None:
+        """Nothing of this process touches the slot of ``row`` any more."""
+        self._ledger.unhold(row)
+
     # ---- reading
 
     def acquire(self, keys: Sequence[PageKey], now_s: float, *, touch: bool = True) -> Lease | None:
@@ -331,7 +351,7 @@ class Directory:
         self._admission.expire()
         for row in self._ledger.queues.lapse(now_s):
             self.counters["lapsed_priorities"] += 1
-            self._ledger.offer(row)
+            self._ledger.requeue(row)
         return self._evictor.tick(num_evict_max)
 
     # ---- proof

@@ -5,19 +5,24 @@ Owns the decision to evict for one directory. Which page goes is decided in this
 1. the tenant: who is above its share, the one farthest above first (``tenants.py``);
 2. the lowest priority of that tenant;
 3. leaves only: a page with children in memory, a lease or a pin is no candidate;
-4. the policy's order among those.
+4. who stands in line (``line.py``), then the policy's order among the others.
 
 Never a page of the request being served. Eviction is spread out: every page that is reserved while
 memory is above the watermark evicts up to ``EVICT_PER_PAGE``, every tick a bounded batch; so no
 request pays for another's, and the store is never far above the high watermark.
+
+While an SSD takes copies (``sparing``), watermarks take only pages in line, which it has seen: a
+page is evicted unseen when room is needed at once, or half of what is above the high watermark is
+used up::
+
+    0 ........ low ──── line only ──── high ──── line only ──── hard ──── anybody ──── all
+                  (until low is reached)  eviction begins
 
 The one exception to 3: when pages of another size need a slab and none can be had, the coldest slab
 that nobody holds is emptied whole.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from kvstore.server.ledger import Ledger
 from kvstore.server.page_table import READY
@@ -27,9 +32,7 @@ EVICT_PER_PAGE = 2  # pages evicted per page reserved, above the watermark
 EVICT_ON_DEMAND_MAX = 64  # pages evicted to make room for one page of another size
 EMPTY_SLABS_MAX = 4  # slabs emptied after that
 SLABS_TRIED_MAX = 64  # slabs looked at for that
-OWN_PAGES_MAX = 1024  # candidates passed over because they belong to the request
-
-IN_NEXT = 2  # ``PageTable.queued`` of a page that goes next
+PASSED_MAX = 1024  # candidates passed over: of the request itself, or with children in line
 
 
 class Evictor:
@@ -37,6 +40,9 @@ class Evictor:
 
     Args:
         high, low: used bytes between which eviction goes on by itself.
+
+    Attributes:
+        sparing: an SSD takes copies of the pages that go next.
     """
 
     def __init__(self, ledger: Ledger, *, high: int, low: int) -> None:
@@ -45,9 +51,10 @@ class Evictor:
         self._table = ledger.table
         self._high = high
         self._low = low
+        self._hard = (high + max(high, ledger.segment.nbytes)) // 2
         self._evicting = False  # between the watermarks, on the way down
-        self._own: list[int] = []  # candidates that the present request uses
-        self._next: dict[int, deque[tuple[int, int, int]]] = {}  # see ``put_next``
+        self._passed: list[int] = []  # candidates that cannot go for this request
+        self.sparing = False
 
     @property
     def evicting(self) -> bool:
@@ -59,10 +66,6 @@ class Evictor:
             self._evicting = False
         return self._evicting
 
-    @property
-    def above_low(self) -> bool:
-        return self._ledger.segment.used_nbytes > self._low
-
     def tick(self, num_max: int) -> int:
         """Evict up to ``num_max`` pages between the watermarks; returns how many."""
         num = 0
@@ -72,10 +75,10 @@ class Evictor:
         return num
 
     def end_request(self) -> None:
-        """The request is served: its pages are candidates again."""
-        if self._own:
-            own, self._own = self._own, []
-            for row in own:
+        """The request is served: what was passed over for it are candidates again."""
+        if self._passed:
+            passed, self._passed = self._passed, []
+            for row in passed:
                 self._ledger.offer(row)
 
     # ---- room
@@ -102,13 +105,18 @@ class Evictor:
     def _evict_one(self, reason: str, asking: int | None) -> bool:
         """Evict the first candidate; False when there is none."""
         tenants = self._ledger.tenants
+        line_only = self.sparing and reason == "watermark" and not self._is_full
         for tenant in tenants.givers(asking):
-            row = self._first_of(tenant)
+            row = self._from_line(tenant) if line_only else self._first_of(tenant)
             if row is not None:
                 quota = tenants.separate and reason == "demand" and tenant != asking
                 self.evict(row, "quota" if quota else reason)
                 return True
         return False
+
+    @property
+    def _is_full(self) -> bool:
+        return self._ledger.segment.used_nbytes > self._hard
 
     def evict(self, row: int, reason: str) -> None:
         """Take a page out of memory; what is on the SSD stays there."""
@@ -117,6 +125,7 @@ class Evictor:
         ledger.counters[f"evicted_{reason}"] += 1
         ledger.counters["evicted_tokens"] += table.num_tokens[row]
         if table.on_ssd[row]:
+            ledger.counters["evicted_to_ssd"] += 1
             ledger.vacate(row)
         else:
             ledger.unindex(row)
@@ -124,54 +133,50 @@ class Evictor:
     # ---- candidates
 
     def _first_of(self, tenant: int) -> int | None:
-        row = self._pop_next(tenant)
-        return self.pop_candidate(tenant) if row is None else row
+        """Who goes first: of the lowest priority, those in line before others."""
+        first = self._ledger.line.first(tenant)
+        if first is None:
+            return self._from_queue(tenant, None)
+        row = self._from_queue(tenant, self._table.priority[first.row])
+        if row is None:
+            row = self._from_line(tenant)
+        return self._from_queue(tenant, None) if row is None else row
 
-    def pop_candidate(self, tenant: int) -> int | None:
-        """Take out the first candidate of ``tenant`` that the request does not use."""
+    def _from_queue(self, tenant: int, below: int | None) -> int | None:
+        """Take out the first candidate that may go now and is not of this request."""
         ledger = self._ledger
-        while len(self._own) < OWN_PAGES_MAX:
-            row = ledger.queues.pop(tenant, ledger.evictable, ledger.now)
-            if row is None or self._table.stamp[row] != ledger.now:
+        while len(self._passed) < PASSED_MAX:
+            row = ledger.queues.pop(tenant, ledger.eligible, ledger.now, below)
+            if row is None:
+                return None
+            if self._table.stamp[row] != ledger.now and ledger.evictable(row):
                 return row
-            self._own.append(row)
+            self._passed.append(row)
         return None
 
-    def put_next(self, row: int) -> None:
-        """Evict ``row``, a candidate taken out before, ahead of all others of its tenant.
-
-        Its turn is over when it is used or held before its time comes.
-        """
-        table = self._table
-        table.queued[row] = IN_NEXT
-        queue = self._next.setdefault(self._ledger.queues.tenant_of(row), deque())
-        queue.append((row, table.generation[row], table.stamp[row]))
+    def _from_line(self, tenant: int) -> int | None:
+        """Take out the first in line; who was used or held since it was chosen leaves the line."""
+        ledger = self._ledger
+        while (place := ledger.line.first(tenant)) is not None:
+            row = place.row
+            ledger.dequeue(row)
+            if self._table.stamp[row] == place.stamp and ledger.evictable(row):
+                return row
+            ledger.offer(row)
+        return None
 
     def cool(self, row: int) -> None:
         """Make a page the first to go, until it is used again."""
+        ledger = self._ledger
         self._table.stamp[row] = 0
         self._table.heat[row] = 0.0
-        if self._table.state[row] == READY:
-            self._ledger.policy.cooled(row)
-            self._table.queued[row] = 0
-            if self._ledger.evictable(row):
-                self.put_next(row)
-
-    def num_next(self) -> int:
-        return sum(len(queue) for queue in self._next.values())
-
-    def _pop_next(self, tenant: int) -> int | None:
-        queue, table = self._next.get(tenant), self._table
-        while queue:
-            row, generation, stamp = queue.popleft()
-            if table.generation[row] != generation or table.queued[row] != IN_NEXT:
-                continue
-            table.queued[row] = 0
-            if table.stamp[row] == stamp and self._ledger.evictable(row):
-                return row
-            self._ledger.offer(row)
-        self._next.pop(tenant, None)
-        return None
+        if self._table.state[row] != READY:
+            return
+        ledger.policy.cooled(row)
+        ledger.dequeue(row)
+        if ledger.evictable(row):
+            ledger.line.add_first(row)
+        ledger.offer(row)
 
     # ---- slabs
 

@@ -6,26 +6,29 @@ bytes, and long polls. Knows the segment's bytes as a memoryview; knows no membe
 
 A page becomes ready only when the bytes in its slot hash to what the writer declared: a torn,
 misplaced or fenced-off write never becomes visible.
+
+What takes microseconds is answered in the turn of the loop in which it was asked; only many bytes
+to hash, a page to be promoted and long polls are waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import structs
 
-from kvstore.checksum import PageBytes, checksums
+from kvstore.checksum import PageBytes, checksums, checksums_now, fit_inline
 from kvstore.config import (
     LEASES_MAX,
     MATCH_KEYS_MAX,
     NAMESPACES_SHOWN_MAX,
     PAGES_PER_MESSAGE_MAX,
-    SESSIONS_MAX,
     WAIT_S_MAX,
     WATCHES_MAX,
 )
+from kvstore.events import CacheCleared, ClearCache
 from kvstore.messages import (
     AbortPages,
     AcquirePages,
@@ -57,7 +60,8 @@ from kvstore.messages import (
 )
 from kvstore.page import KEY_NBYTES, PageKey
 from kvstore.server.directory import Directory
-from kvstore.server.entry import Grant
+from kvstore.server.entry import Grant, Lease
+from kvstore.server.sessions import Sessions
 from kvstore.store import PageState
 from kvstore.verify import well_formed
 from transfer.channel import Caller, Service
@@ -104,7 +108,7 @@ class StoreHandlers:
         self.dropped: Callable[[Sequence[PageKey]], None] = lambda keys: None
         self.spread: Callable[[Sequence[PageKey]], bytes] = lambda keys: b""
         self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] = _nothing_spilled
-        self._sessions: Counter[str] = Counter()  # by incarnation of the caller
+        self.sessions = Sessions(self._bury)
         self.draining = False
         self.closed = False
 
@@ -114,28 +118,29 @@ class StoreHandlers:
         self._opened = structs.replace(self._opened, incarnation=incarnation)
 
     def add_to(self, service: Service) -> None:
-        service.on(OpenStore, self._open)
-        service.on(MatchPages, self._match)
+        service.on_prompt(OpenStore, self._open)
+        service.on_prompt(MatchPages, self._match)
         service.on(AwaitPages, self._await)
-        service.on(ReservePages, self._reserve)
-        service.on(CommitPages, self._commit)
-        service.on(AbortPages, self._abort)
-        service.on(AcquirePages, self._acquire)
-        service.on(ReleasePages, self._release)
-        service.on(RenewLeases, self._renew)
-        service.on(PinPages, self._pin)
-        service.on(UnpinPages, self._unpin)
-        service.on_stream(HoldSession, self._hold)
+        service.on_prompt(ReservePages, self._reserve)
+        service.on_prompt(CommitPages, self._commit)
+        service.on_prompt(AbortPages, self._abort)
+        service.on_prompt(AcquirePages, self._acquire)
+        service.on_prompt(ReleasePages, self._release)
+        service.on_prompt(RenewLeases, self._renew)
+        service.on_prompt(PinPages, self._pin)
+        service.on_prompt(UnpinPages, self._unpin)
+        service.on_stream(HoldSession, self.sessions.hold)
         service.on(ReadStats, self._stats)
         service.on(ClearStore, self._clear)
+        service.on(ClearCache, self._clear_cache)
 
     # ---- looking
 
-    async def _open(self, message: OpenStore, caller: Caller) -> StoreOpened:
+    def _open(self, message: OpenStore, caller: Caller) -> StoreOpened:
         self._admit(0)
         return self._opened
 
-    async def _match(self, message: MatchPages, caller: Caller) -> PagesMatched:
+    def _match(self, message: MatchPages, caller: Caller) -> PagesMatched:
         self._admit_packed(message.keys)
         return PagesMatched(self._directory.match(message.keys, _now_s(), touch=message.touch))
 
@@ -149,6 +154,11 @@ class StoreHandlers:
             numbers=self._numbers(), facts=self._facts(), namespaces=usage.largest(num_max)
         )
 
+    async def _clear_cache(self, message: ClearCache, caller: Caller) -> CacheCleared:
+        """Likewise, as every node with a cache is asked by the gateway."""
+        done = await self._clear(ClearStore(message.namespace), caller)
+        return CacheCleared(num_pages=done.count)
+
     async def _clear(self, message: ClearStore, caller: Caller) -> StoreDone:
         count = 0
         for num_cleared in self._directory.clearing(message.namespace):
@@ -158,7 +168,7 @@ class StoreHandlers:
 
     # ---- writing
 
-    async def _reserve(self, message: ReservePages, caller: Caller) -> PagesReserved:
+    def _reserve(self, message: ReservePages, caller: Caller) -> PagesReserved:
         self._admit(len(message.pages))
         if self.draining:
             raise RemoteFailed("draining", "this store node takes no new pages")
@@ -179,15 +189,30 @@ class StoreHandlers:
             ),
         )
 
-    async def _commit(self, message: CommitPages, caller: Caller) -> PagesCommitted:
+    def _commit(
+        self, message: CommitPages, caller: Caller
+    ) -> PagesCommitted | Awaitable[PagesCommitted]:
         self._admit(len(message.pages))
         self._fence(message.incarnation)
         found = [self._directory.find(page.key, page.generation) for page in message.pages]
-        grants = [grant for grant in found if grant is not None]
-        sums = iter(await checksums([self._bytes_of(grant) for grant in grants]))
+        written = [self._bytes_of(grant) for grant in found if grant is not None]
+        if fit_inline(written):
+            return self._publish(message, found, checksums_now(written))
+        return self._commit_many(message, found, written)
+
+    async def _commit_many(
+        self, message: CommitPages, found: Sequence[Grant | None], written: Sequence[PageBytes]
+    ) -> PagesCommitted:
+        return self._publish(message, found, await checksums(written))
+
+    def _publish(
+        self, message: CommitPages, found: Sequence[Grant | None], sums: Sequence[bytes]
+    ) -> PagesCommitted:
+        """Make visible what hashes to what the writer declared; ``sums`` are of those found."""
+        left = iter(sums)
         statuses = []
         for page, grant in zip(message.pages, found, strict=True):
-            if grant is not None and next(sums) != page.checksum:
+            if grant is not None and next(left) != page.checksum:
                 statuses.append(self._torn(grant))
             elif self._directory.commit(page.key, page.generation, page.checksum):
                 statuses.append(CommitStatus.READY)
@@ -203,7 +228,7 @@ class StoreHandlers:
         self._directory.abort(grant.key, grant.slot.generation, quiet=False)
         return CommitStatus.TORN
 
-    async def _abort(self, message: AbortPages, caller: Caller) -> StoreDone:
+    def _abort(self, message: AbortPages, caller: Caller) -> StoreDone:
         self._admit(len(message.pages))
         self._fence(message.incarnation)
         aborted = [
@@ -214,15 +239,29 @@ class StoreHandlers:
 
     # ---- reading
 
-    async def _acquire(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
+    def _acquire(
+        self, message: AcquirePages, caller: Caller
+    ) -> PagesAcquired | Awaitable[PagesAcquired]:
         self._admit(len(message.keys))
         if self._directory.num_leases >= LEASES_MAX:
             raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
+        if self._directory.num_spilled:
+            return self._acquire_later(message, caller)
+        lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
+        if lease is None and message.wait_s > 0:
+            return self._acquire_later(message, caller)
+        return self._leased(message, lease)
+
+    async def _acquire_later(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
+        """Once what is on the SSD has been read, and once there is something to lease."""
         until_s = _poll_end_s(message.wait_s, caller)
         await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
         lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
         while lease is None and await self._changed(message.keys, until_s):
             lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
+        return self._leased(message, lease)
+
+    def _leased(self, message: AcquirePages, lease: Lease | None) -> PagesAcquired:
         pages = () if lease is None else self._directory.leased(lease)
         read = [page.record.key for page in pages] if message.touch else []
         return PagesAcquired(
@@ -246,12 +285,22 @@ class StoreHandlers:
     def _states(self, keys: Sequence[PageKey]) -> list[PageState]:
         return [self._directory.state(key) for key in keys]
 
-    async def _release(self, message: ReleasePages, caller: Caller) -> StoreDone:
-        self._admit(len(message.corrupt))
+    def _release(self, message: ReleasePages, caller: Caller) -> StoreDone | Awaitable[StoreDone]:
+        self._admit(len(message.corrupt) + len(message.others))
         self._fence(message.incarnation)
-        dropped = await self._drop_corrupt(message) if message.corrupt else 0
-        self._directory.release(message.lease_id)
+        if message.corrupt:
+            return self._release_corrupt(message)
+        self._end_leases(message)
+        return StoreDone()
+
+    async def _release_corrupt(self, message: ReleasePages) -> StoreDone:
+        dropped = await self._drop_corrupt(message)
+        self._end_leases(message)
         return StoreDone(dropped)
+
+    def _end_leases(self, message: ReleasePages) -> None:
+        for lease_id in (message.lease_id, *message.others):
+            self._directory.release(lease_id)
 
     async def _drop_corrupt(self, message: ReleasePages) -> int:
         """Hash the reported pages again; drop those that really do not verify here.
@@ -270,7 +319,7 @@ class StoreHandlers:
 
     # ---- holding
 
-    async def _renew(self, message: RenewLeases, caller: Caller) -> LeasesRenewed:
+    def _renew(self, message: RenewLeases, caller: Caller) -> LeasesRenewed:
         self._admit(len(message.lease_ids) + len(message.writes))
         self._fence(message.incarnation)
         directory, now_s = self._directory, _now_s()
@@ -282,30 +331,14 @@ class StoreHandlers:
             ),
         )
 
-    async def _pin(self, message: PinPages, caller: Caller) -> PagesPinned:
+    def _pin(self, message: PinPages, caller: Caller) -> PagesPinned:
         return PagesPinned(bytes(self._directory.pin(self._unpack(message.keys))))
 
-    async def _unpin(self, message: UnpinPages, caller: Caller) -> PagesPinned:
+    def _unpin(self, message: UnpinPages, caller: Caller) -> PagesPinned:
         return PagesPinned(bytes(self._directory.unpin(self._unpack(message.keys))))
 
-    async def _hold(self, message: HoldSession, caller: Caller) -> AsyncIterator[StoreDone]:
-        """Notice when the caller's process is gone: what it was writing is given up then."""
-        if self.num_sessions >= SESSIONS_MAX:
-            raise RemoteFailed("busy", f"this store node holds {SESSIONS_MAX} sessions already")
-        writer = caller.peer.incarnation
-        self._sessions[writer] += 1
-        try:
-            yield StoreDone()
-            await asyncio.get_running_loop().create_future()  # until this is cancelled
-        finally:
-            self._sessions[writer] -= 1
-            if not self._sessions[writer]:
-                del self._sessions[writer]
-                self._directory.bury(writer, _now_s())
-
-    @property
-    def num_sessions(self) -> int:
-        return self._sessions.total()
+    def _bury(self, writer: str) -> None:
+        self._directory.bury(writer, _now_s())
 
     # ---- shared
 

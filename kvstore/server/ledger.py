@@ -20,6 +20,7 @@ from kvstore.server.announcer import Announcer
 from kvstore.server.entry import Counters
 from kvstore.server.heat import HeatMeter
 from kvstore.server.key_index import Rows
+from kvstore.server.line import Line
 from kvstore.server.page_table import ABSENT, DROPPED, FENCED, READY, SPILLED, WRITING, PageTable
 from kvstore.server.policies import EvictionPolicy
 from kvstore.server.queues import Queues
@@ -35,7 +36,10 @@ class Ledger:
 
     Attributes:
         now: logical time: one per request. now_s: the latest time that was passed in.
-        removals: keys whose copy on the SSD must go; the shell takes them.
+        line: pages chosen to go next.
+        num_on_ssd: pages with a copy on the SSD, in memory or not.
+        removals: keys whose copy on the SSD must go; vacated: rows of pages that are only there
+            now. The shell takes both.
         announcer: is told of every move of an indexed page.
         reclaim_s_max, reclaim_s_sum: time from a slot being given up to its being free.
     """
@@ -55,12 +59,15 @@ class Ledger:
         self.tenants = tenants
         self.heat = heat
         self.queues = Queues(table, policy, tenants)
+        self.line = Line(table, self.queues.tenant_of)
         self.watches = Watches()
         self.counters: Counters = Counters()
         self.slabs = SlabStamps()
         self.now = 1
         self.now_s = 0.0
-        self.removals: list[PageKey] = []
+        self.num_on_ssd = 0
+        self.removals: dict[PageKey, None] = {}
+        self.vacated: list[int] = []
         self.announcer = Announcer(table)
         self.num_pinned_nbytes = 0
         self.reclaim_s_max = 0.0
@@ -125,9 +132,14 @@ class Ledger:
         row = self._index(page, spec_id, policy)
         self.announcer.moving(row, SPILLED)
         self._move(row, SPILLED)
-        self.table.on_ssd[row] = 1
+        self.note_copy(row, on_ssd=True)
         self.table.set_checksum(row, checksum)
         return row
+
+    def note_copy(self, row: int, *, on_ssd: bool) -> None:
+        """The SSD has the page now, or has it no more."""
+        self.num_on_ssd += on_ssd - self.table.on_ssd[row]
+        self.table.on_ssd[row] = on_ssd
 
     def _index(self, page: PageIdentity, spec_id: int, policy: PutPolicy) -> int:
         row = self.table.add(page, spec_id, policy.namespace)
@@ -164,22 +176,27 @@ class Ledger:
     def _enter_memory(self, row: int) -> None:
         trunk = self.table.trunk[row]
         self.table.trunks.num_resident[trunk] += 1
+        self.table.trunks.num_staying[trunk] += 1
         self.policy.admitted(row, self.now)
 
     def _leave_memory(self, row: int) -> None:
+        self.dequeue(row)
+        trunk = self.table.trunk[row]
+        self.table.trunks.num_resident[trunk] -= 1
+        self.table.trunks.num_staying[trunk] -= 1
+        self._bequeath(row)
+        self.policy.left(row)
+
+    def _bequeath(self, row: int) -> None:
         """The page goes before its parent, which takes over what it was worth."""
         table = self.table
-        trunk = table.trunk[row]
-        table.trunks.num_resident[trunk] -= 1
         parent = table.parent_row(row)
         if parent and table.state[parent] in (WRITING, READY):
             table.stamp[parent] = max(table.stamp[parent], table.stamp[row])
             table.heat[parent] = max(table.heat[parent], table.heat[row])
             self.slabs.raise_to(table.slab[parent], table.stamp[parent])
             self.policy.inherit(parent, row)
-            if not table.trunks.num_resident[trunk]:
-                self.offer(parent)
-        self.policy.left(row)
+            self.offer(parent)
 
     # ---- moves
 
@@ -212,7 +229,7 @@ class Ledger:
         self.unpin(row)
         self._move(row, SPILLED)
         self.take_slot(row)
-        self.table.queued[row] = 0
+        self.vacated.append(row)
 
     def unindex(self, row: int, *, fenced: bool = False) -> None:
         """Make the key absent; the slot becomes free now, or when nobody is owed it any more."""
@@ -222,11 +239,10 @@ class Ledger:
         if state != SPILLED:
             self._leave_memory(row)
         if table.on_ssd[row]:
-            self.removals.append(key)
-            table.on_ssd[row] = 0
+            self.removals[key] = None
+            self.note_copy(row, on_ssd=False)
         self.unpin(row)
         table.unlink(row)
-        table.queued[row] = 0
         self.queues.forget(row)
         if fenced or table.num_holds[row]:
             self._move(row, FENCED if fenced else DROPPED)
@@ -292,19 +308,40 @@ class Ledger:
 
     # ---- candidates
 
-    def evictable(self, row: int) -> bool:
+    def eligible(self, row: int) -> bool:
+        """A page may be chosen to go: all its children in memory are in line before it."""
         table = self.table
         return (
             table.state[row] == READY
             and not table.num_holds[row]
             and not table.pinned[row]
-            and not table.trunks.num_resident[table.children[row]]
+            and not table.trunks.num_staying[table.children[row]]
         )
 
+    def evictable(self, row: int) -> bool:
+        """A page may go now: it has no children in memory."""
+        return self.eligible(row) and not self.table.num_resident_children(row)
+
     def offer(self, row: int) -> None:
-        """Queue a page for eviction if it may go."""
-        if not self.table.queued[row] and self.evictable(row):
+        """Make a page a candidate if it may be chosen."""
+        if not self.table.queued[row] and self.eligible(row):
             self.queues.offer(row)
+
+    def line_up(self, row: int) -> None:
+        """An eligible page that is in no queue goes next; its parent may be chosen after it."""
+        self.line.add(row)
+        self._bequeath(row)
+
+    def dequeue(self, row: int) -> None:
+        """Take a page out of the queue or line that it is in."""
+        if row in self.line:
+            self.line.remove(row)
+        self.table.queued[row] = 0
+
+    def requeue(self, row: int) -> None:
+        """The order of a page has changed, downwards or in class."""
+        self.dequeue(row)
+        self.offer(row)
 
     # ---- proof
 
@@ -326,7 +363,10 @@ class Ledger:
                 held[tenant] = held.get(tenant, 0) + slot.nbytes
             assert state != DROPPED or table.num_holds[row], f"row {row} is owed to nobody"
             assert (state in (FENCED, DROPPED)) == (row in self._owed_since), row
-            assert not self.evictable(row) or table.queued[row], f"row {row} is no candidate"
+            assert not self.eligible(row) or table.queued[row], f"row {row} is no candidate"
+            assert state == READY or not table.queued[row], row
         assert num[1:] == self._num[1:], (num, self._num)
         assert num_slots == self.segment.num_used
         assert held == self.tenants.held()
+        assert self.num_on_ssd == sum(bool(table.on_ssd[row]) for row in table.used_rows())
+        self.line.check()

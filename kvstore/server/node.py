@@ -25,6 +25,7 @@ from kvstore.replication.holdings import Holdings, OwnNode
 from kvstore.server.directory import Directory
 from kvstore.server.handlers import StoreHandlers
 from kvstore.server.segment import Segment
+from kvstore.server.taking import PageTaker
 from kvstore.server.tier import Tier
 from kvstore.server.tiering import Tiering
 from transfer.channel import Hello, Listener, Network, Service
@@ -64,6 +65,7 @@ class StoreNode:
             lease_s=config.lease_s + config.lease_grace_s,
             high=int(nbytes * config.high_watermark),
             low=int(nbytes * config.low_watermark),
+            spill=int(nbytes * config.spill_watermark),
             policy=config.eviction,
             quotas=config.quotas_by_name(),
             pinned_max=config.pinned_max,
@@ -147,6 +149,7 @@ class StoreNode:
 
     def _replicate(self, service: Service, handlers: StoreHandlers, region: Region) -> Replicator:
         own = OwnNode(service, self._directory, self.identity, region)
+        PageTaker(own, self._directory, self._transfer, handlers.counters).add_to(service)
         replicator = Replicator(self.config, own, network=self._network, transfer=self._transfer)
         replicator.add_to(service)
         handlers.committed, handlers.dropped = replicator.committed, replicator.dropped
@@ -212,7 +215,7 @@ class StoreNode:
             numbers.update(self._tiering.numbers())
         if self._handlers is not None:
             numbers.update(self._handlers.counters)
-            numbers["num_sessions"] = self._handlers.num_sessions
+            numbers["num_sessions"] = self._handlers.sessions.num_open
         if self._replicator is not None:
             numbers.update(self._replicator.numbers())
         return numbers

@@ -35,6 +35,7 @@ from kvstore.store import PageIdentity, PageRecord, PageState
 
 ABSENT, WRITING, READY, SPILLED = (STATES.index(state) for state in PageState)
 FENCED, DROPPED = len(STATES), len(STATES) + 1  # not indexed, slot still owed
+CANDIDATE, IN_LINE = 1, 2  # values of ``queued``
 
 ROWS_AHEAD_MAX = 1 << 20  # rows made at once: memory that is not touched is not used
 SPECS_MAX = 1024  # page geometries on one node
@@ -68,7 +69,7 @@ class PageTable:
     Attributes:
         state, pinned, on_ssd, priority, depth: of the page.
         num_holds: read leases and other reasons to keep the slot as it is.
-        queued: 1 while a candidate for eviction, 2 once chosen to go next, else 0.
+        queued: ``CANDIDATE`` for eviction, ``IN_LINE`` once chosen to go next, or 0.
         offset, generation, slab: the granted slot; 0 without one.
         stamp: logical time of the last touch; heat, score: see the policies.
         trunk: of the page's parent; children: the trunk of its children, 0 without any.
@@ -311,5 +312,7 @@ class PageTable:
             assert self.trunks.num_children[trunk] == len(children), trunk
             resident = sum(self.state[row] in (WRITING, READY) for row in children)
             assert self.trunks.num_resident[trunk] == resident, trunk
+            in_line = sum(self.queued[row] == IN_LINE for row in children)
+            assert self.trunks.num_staying[trunk] == resident - in_line, trunk
         for row in indexed:
             assert not self.children[row] or self.children[row] in trunks, row

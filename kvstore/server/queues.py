@@ -54,17 +54,23 @@ class Queues:
         insort(self._priorities.setdefault(tenant, []), priority)
         return queue
 
-    def pop(self, tenant: int, evictable: Callable[[int], bool], now: int) -> int | None:
-        """Take out the first candidate of ``tenant``; None when it has none."""
+    def pop(
+        self, tenant: int, may_go: Callable[[int], bool], now: int, below: int | None = None
+    ) -> int | None:
+        """Take out the first candidate of ``tenant``; None when it has none.
+
+        ``below``: only of a priority below this one.
+        """
         priorities = self._priorities.get(tenant)
-        while priorities:
+        while priorities and (below is None or priorities[0] < below):
             queue = self._queues[tenant][priorities[0]]
-            row = queue.pop(evictable, now)
+            row = queue.pop(may_go, now)
             if row is not None:
                 return row
             del self._queues[tenant][priorities.pop(0)]
-        self._priorities.pop(tenant, None)
-        self._queues.pop(tenant, None)
+        if not priorities:
+            self._priorities.pop(tenant, None)
+            self._queues.pop(tenant, None)
         return None
 
     # ---- priorities
@@ -88,13 +94,12 @@ class Queues:
         self._lapses.pop(row, None)
 
     def lapse(self, now_s: float) -> list[int]:
-        """Lower the priorities whose time is over; returns the rows, to be offered anew."""
+        """Lower the priorities whose time is over; returns the rows, to be queued anew."""
         lapsed = []
         while self._lapse_heap and self._lapse_heap[0][0] <= now_s:
             end_s, row = heapq.heappop(self._lapse_heap)
             if self._lapses.get(row) == end_s:
                 del self._lapses[row]
                 self._table.priority[row] = PRIORITY_DEFAULT
-                self._table.queued[row] = 0
                 lapsed.append(row)
         return lapsed

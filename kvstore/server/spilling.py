@@ -1,22 +1,22 @@
 """What goes to the SSD and comes back: decisions only.
 
-Owns which pages are copied to the tier below, which of them leave it, and promotions under way.
-Moves no bytes: ``tiering.py`` does, between ``begin_*`` and ``end_*``.
+Owns which pages are copied to the tier below and promotions under way. Which pages leave the tier
+for warmer ones is the tier's to decide. Moves no bytes: ``tiering.py`` does, between ``begin_*``
+and ``end_*``.
 
 ::
 
-    READY ──begin_spill──▶ READY, held ──end_spill──▶ READY, on SSD ──evicted──▶ SPILLED
-      ▲                                                                            │
-      └────────────── end_promote ◀── SPILLED, slot granted ◀── begin_promote ─────┘
+    READY ──begin_spill──▶ READY, held ──end_spill──▶ READY, in line ──evicted──▶ SPILLED
+      ▲                                                                             │
+      └────────────── end_promote ◀── SPILLED, slot granted ◀── begin_promote ──────┘
 
-Pages are copied ahead of eviction, in the order of eviction, so that evicting never waits for the
-disk: a page with a copy just gives up its slot. When the SSD is full, a page is copied only if it
-is hotter than the coldest page there, which then leaves.
+Pages are copied ahead of eviction and in its order, as many as lie above the spill watermark; so
+evicting never waits for the disk: a page with a copy just gives up its slot. A page that the tier
+did not want stands in line all the same, and goes for good.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple
 
 from kvstore.page import PageKey
@@ -24,16 +24,13 @@ from kvstore.server.evictor import Evictor
 from kvstore.server.ledger import Ledger
 from kvstore.server.page_table import READY, SPILLED
 from kvstore.server.segment import Slot
-from kvstore.server.tenants import COMMON
+from kvstore.server.tenants import COMMON, STICKY_EVICTIONS
 from kvstore.server.tier import TierPage
 from kvstore.store import PageIdentity, PutPolicy
 from kvstore.verify import well_formed
 
-SPILL_AHEAD_MAX = 256  # pages copied, or being copied, before it is their turn to go
+CHOSEN_MAX = 256  # pages with a copy that are lined up at once
 EARLIER_LIFE = 1e9  # half-lives: heats of an earlier life are an order below all of this one
-_ROW_BITS = 32
-_ROW_MASK = (1 << _ROW_BITS) - 1
-_STEPS = 1 << 16  # heats closer than this part of a half-life count as equal
 
 
 class Spill(NamedTuple):
@@ -41,6 +38,7 @@ class Spill(NamedTuple):
 
     row: int
     slot: Slot
+    stamp: int
     page: TierPage
 
 
@@ -54,16 +52,30 @@ class Promotion(NamedTuple):
 
 
 class Spilling:
-    """See the module's docstring."""
+    """See the module's docstring.
 
-    def __init__(self, ledger: Ledger, evictor: Evictor) -> None:
+    Args:
+        watermark: used bytes above which pages are copied.
+    """
+
+    def __init__(self, ledger: Ledger, evictor: Evictor, *, watermark: int) -> None:
         self._ledger = ledger
         self._table = ledger.table
         self._evictor = evictor
-        self._coldest: list[int] = []  # heap of (heat, row) of pages on the SSD, lazily ordered
-        self._num_spilling = 0
+        self._watermark = watermark
+        self._spilling_nbytes = 0
         self._promoting: dict[int, Promotion] = {}
-        self.num_on_ssd = 0
+        self._turn: int | None = None  # tenant whose pages are chosen
+        self._turn_left = 0
+
+    @property
+    def num_on_ssd(self) -> int:
+        """Pages with a copy on the SSD."""
+        return self._ledger.num_on_ssd
+
+    def set_working(self, *, working: bool) -> None:
+        """The tier takes pages (again), or does not: then nobody waits to be copied."""
+        self._evictor.sparing = working
 
     # ---- the SSD's pages
 
@@ -80,91 +92,84 @@ class Spilling:
         policy = PutPolicy(namespace=page.namespace, priority=page.priority)
         row = self._ledger.adopt(identity, spec_id, policy, record.checksum)
         self._table.heat[row] = page.heat - EARLIER_LIFE
-        self._push(row)
-        self.num_on_ssd += 1
         return True
 
-    def _push(self, row: int) -> None:
-        order = int(self._table.heat[row] * _STEPS)
-        heapq.heappush(self._coldest, order << _ROW_BITS | row)
-
-    def _coldest_row(self) -> int | None:
-        """The coldest page on the SSD; it stays in the order."""
-        heap, table = self._coldest, self._table
-        while heap:
-            row = heap[0] & _ROW_MASK
-            if not table.on_ssd[row]:
-                heapq.heappop(heap)
-            elif int(table.heat[row] * _STEPS) != heap[0] >> _ROW_BITS:
-                heapq.heappop(heap)
-                self._push(row)
-            else:
-                return row
-        return None
-
-    def make_room(self, spill: Spill) -> PageKey | None:
-        """Give up the coldest page on the SSD for a hotter one; None: it is not hotter.
-
-        The caller removes the key from the tier.
-        """
-        row = self._coldest_row()
-        if row is None or self._table.heat[row] >= spill.page.heat or row in self._promoting:
-            return None
-        heapq.heappop(self._coldest)
-        self._ledger.counters["ssd_displaced"] += 1
-        return self._leave_ssd(row)
+    def displaced(self, key: PageKey) -> None:
+        """The tier gave ``key`` up for a warmer page."""
+        self._ledger.counters["ssd_displaced"] += self._leave_ssd(key)
 
     def lost(self, key: PageKey) -> None:
         """The tier has no good copy of ``key`` any more."""
+        self._ledger.counters["ssd_lost"] += self._leave_ssd(key)
+
+    def _leave_ssd(self, key: PageKey) -> bool:
         row = self._table.find(key)
-        if row and self._table.on_ssd[row]:
-            self._ledger.counters["ssd_lost"] += 1
-            self._leave_ssd(row)
-
-    def _leave_ssd(self, row: int) -> PageKey:
-        table, key = self._table, self._table.key(row)
-        table.on_ssd[row] = 0
-        self.num_on_ssd -= 1
-        if table.state[row] == SPILLED:
+        if not row or not self._table.on_ssd[row]:
+            return False
+        self._ledger.note_copy(row, on_ssd=False)
+        if self._table.state[row] == SPILLED:
             self._ledger.unindex(row)
-        return key
+        return True
 
-    def take_removals(self) -> list[PageKey]:
+    def take_removals(self, num_max: int) -> list[PageKey]:
         """Keys that were forgotten here and must leave the tier; each is told once."""
-        removals, self._ledger.removals = self._ledger.removals, []
-        self.num_on_ssd -= len(removals)
-        return removals
+        removals = self._ledger.removals
+        taken = [key for key, _ in zip(removals, range(num_max), strict=False)]
+        for key in taken:
+            del removals[key]
+        return taken
+
+    def take_removal(self, key: PageKey) -> bool:
+        """Likewise for one key: True when the tier may still hold an older page of it."""
+        return self._ledger.removals.pop(key, key) is None
+
+    def take_vacated(self) -> list[tuple[PageKey, float]]:
+        """Keys and heats of pages that are only on the SSD since the last call."""
+        table = self._table
+        vacated, self._ledger.vacated = self._ledger.vacated, []
+        rows = (row for row in vacated if table.state[row] == SPILLED)
+        return [(table.key(row), table.heat[row]) for row in rows]
 
     # ---- down
 
     def begin_spill(self, now_s: float) -> Spill | None:
         """The next page to copy; None while there is nothing to do.
 
-        Pages that have a copy already go next without another.
+        Pages that have a copy already are lined up without another.
         """
         ledger, table = self._ledger, self._table
         ledger.begin(now_s)
-        while self._evictor.above_low and (
-            self._num_spilling + self._evictor.num_next() < SPILL_AHEAD_MAX
-        ):
-            row = self._next_candidate()
+        for _ in range(CHOSEN_MAX):
+            ahead_nbytes = ledger.line.nbytes + self._spilling_nbytes
+            if ledger.segment.used_nbytes - ahead_nbytes <= self._watermark:
+                return None
+            row = self._choose()
             if row is None:
                 return None
             if table.on_ssd[row]:
-                self._evictor.put_next(row)
+                ledger.line_up(row)
                 continue
             ledger.hold(row)
-            self._num_spilling += 1
-            return Spill(row, ledger.slot(row), self._describe(row))
+            slot = ledger.slot(row)
+            self._spilling_nbytes += slot.nbytes
+            return Spill(row, slot, table.stamp[row], self._describe(row))
         return None
 
-    def _next_candidate(self) -> int | None:
-        tenants = self._ledger.tenants
-        for tenant in tenants.givers(None) if tenants.separate else (COMMON,):
-            row = self._evictor.pop_candidate(tenant)
-            if row is not None:
-                return row
-        return None
+    def _choose(self) -> int | None:
+        """Take out the next candidate of the tenant that will have to give."""
+        ledger = self._ledger
+        if not ledger.tenants.separate:
+            return ledger.queues.pop(COMMON, ledger.eligible, ledger.now)
+        if self._turn is None or not self._turn_left:
+            self._turn = ledger.tenants.next_giver(ledger.line.held)
+            self._turn_left = STICKY_EVICTIONS
+        self._turn_left -= 1
+        if self._turn is None:
+            return None
+        row = ledger.queues.pop(self._turn, ledger.eligible, ledger.now)
+        if row is None:
+            self._turn_left = 0
+        return row
 
     def _describe(self, row: int) -> TierPage:
         table = self._table
@@ -179,16 +184,15 @@ class Spilling:
     def end_spill(self, spill: Spill, *, stored: bool) -> bool:
         """The copy is made, or was not worth it; False: the page is gone, so must the copy be."""
         row, ledger, table = spill.row, self._ledger, self._table
-        self._num_spilling -= 1
+        self._spilling_nbytes -= spill.slot.nbytes
         alive = table.state[row] == READY
         if alive and stored:
-            table.on_ssd[row] = 1
-            self.num_on_ssd += 1
-            self._push(row)
+            ledger.note_copy(row, on_ssd=True)
             ledger.counters["spilled"] += 1
         table.num_holds[row] -= 1
-        if alive and ledger.evictable(row):
-            self._evictor.put_next(row)
+        unused = table.stamp[row] == spill.stamp
+        if alive and unused and not table.queued[row] and ledger.eligible(row):
+            ledger.line_up(row)
         elif not table.num_holds[row]:
             ledger.settle(row)
         return alive or not stored
@@ -233,10 +237,7 @@ class Spilling:
 
     def check(self) -> None:
         table = self._table
-        rows = [row for row in table.used_rows() if table.on_ssd[row]]
-        assert self.num_on_ssd == len(rows) + len(self._ledger.removals)
-        heaped = {item & _ROW_MASK for item in self._coldest}
-        assert heaped >= set(rows)
         for row in table.used_rows():
             if table.state[row] == SPILLED:
+                assert table.on_ssd[row], row
                 assert bool(table.generation[row]) == (row in self._promoting), row

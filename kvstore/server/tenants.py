@@ -78,7 +78,7 @@ class Tenants:
         return self._held.get(tenant, 0) - self.share(tenant)
 
     def givers(self, asking: int | None) -> Iterator[int]:
-        """Tenants that may have to give a page, in order; ``asking`` wants room for itself."""
+        """Tenants that may have to give a page now, in order; ``asking`` wants room for itself."""
         if not self._quotas:
             yield COMMON
             return
@@ -93,3 +93,12 @@ class Tenants:
             yield tenant
         if asking is not None and asking in self._held:
             yield asking
+
+    def next_giver(self, in_line: Mapping[int, int]) -> int | None:
+        """Who will have to give once the bytes ``in_line`` are gone; None: nobody holds any."""
+        left = [
+            (in_line.get(tenant, 0) + self.share(tenant) - nbytes, tenant)
+            for tenant, nbytes in self._held.items()
+            if nbytes > in_line.get(tenant, 0)
+        ]
+        return min(left)[1] if left else None

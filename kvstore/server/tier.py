@@ -1,9 +1,9 @@
 """What the store node asks of a slower tier below its memory: the SSD.
 
 Owns the ``Tier`` interface and the description of a page on it. The tier owns files, slots,
-checksums on the way in and out, and its own threads; it decides nothing about which page is worth
-its room. The directory (``kvstore/server/directory.py``) decides, ``kvstore/server/tiering.py``
-carries out.
+checksums on the way in and out, its own threads, and which pages are worth its room: a page without
+room displaces colder ones. The directory (``kvstore/server/directory.py``) decides what is copied,
+``kvstore/server/tiering.py`` carries it out.
 
 Pages on a tier are named by key: a node holds one page of a key. What was stored under a key is
 immutable; it goes with ``remove``.
@@ -11,7 +11,7 @@ immutable; it goes with ``remove``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstore.page import PageKey, PageSpec
@@ -61,13 +61,19 @@ class Tier(Protocol):
         """Capacity for page bytes."""
         ...
 
-    def has_room(self, page_nbytes: int) -> bool:
-        """A page of this size can be stored without removing another."""
+    def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
+        """Make room for warmer pages from now on, by giving up colder ones; ``told`` is called
+        with these before ``store`` goes on."""
+        ...
+
+    def touch(self, key: PageKey, heat: float) -> None:
+        """Say how warm a page is now; an unknown key is ignored."""
         ...
 
     async def store(self, page: TierPage, data: memoryview) -> bool:
         """Write one page; True once ``load`` would find it (durable sooner or later, whole or
-        not at all). ``data`` stays unchanged until this returns. False: not stored.
+        not at all). ``data`` stays unchanged until this returns. False: not stored, for want of
+        room among warmer pages, of time, or because the disk fails.
 
         When cancelled it may still be reading ``data`` for a moment only if ``data`` was copied;
         the caller reuses the memory at once.
@@ -83,7 +89,7 @@ class Tier(Protocol):
         ...
 
     def remove(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; unknown keys are ignored. Their room is free at once for ``has_room``."""
+        """Forget pages; unknown keys are ignored. Their room is free at once."""
         ...
 
     def contents(self) -> Iterator[TierPage]:

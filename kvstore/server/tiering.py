@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SPILLS_MAX = 8  # pages on their way down
 PROMOTIONS_MAX = 32  # pages on their way up
 PROMOTIONS_WAITING_MAX = 4096  # pages that wait for that; more are reported absent
-ROOM_TRIES_MAX = 16  # colder pages given up for one
+REMOVALS_AT_ONCE = 256  # forgotten pages that leave the tier between looks at the loop
 ADOPT_BATCH = 256  # pages indexed at start between looks at the loop
 
 
@@ -52,7 +52,9 @@ class Tiering:
         self._spills: dict[PageKey, None] = {}
         self._promotions: dict[PageKey, asyncio.Task[None]] = {}
         self._gate = asyncio.Semaphore(PROMOTIONS_MAX)
+        self._sweeping = False
         self._closed = False
+        tier.displace(self._displaced)
 
     async def adopt(self) -> int:
         """Index what the tier holds from a life before; returns how many pages."""
@@ -81,7 +83,9 @@ class Tiering:
     def kick(self) -> None:
         """Start copying what is next to go, and drop what was forgotten. Costs little if idle."""
         self._sweep()
-        while not self._closed and self._tier.degraded is None and len(self._spills) < SPILLS_MAX:
+        working = not self._closed and self._tier.degraded is None
+        self._spilling.set_working(working=working)
+        while working and len(self._spills) < SPILLS_MAX:
             spill = self._spilling.begin_spill(self._now_s())
             if spill is None:
                 return
@@ -93,32 +97,40 @@ class Tiering:
             self._spawn(self._spill(key, spill), "spill")
 
     def _sweep(self) -> None:
-        removals = self._spilling.take_removals()
-        if removals:
+        """Tell the tier what was forgotten, and how warm what it alone has is."""
+        for key, heat in self._spilling.take_vacated():
+            self._tier.touch(key, heat)
+        if not self._sweeping and not self._closed:
+            removals = self._spilling.take_removals(REMOVALS_AT_ONCE)
             self._tier.remove(removals)
+            if len(removals) == REMOVALS_AT_ONCE:
+                self._sweeping = True
+                self._spawn(self._sweep_on(), "sweep")
+
+    async def _sweep_on(self) -> None:
+        """A million pages may be forgotten at once: others run meanwhile."""
+        try:
+            while removals := self._spilling.take_removals(REMOVALS_AT_ONCE):
+                self._tier.remove(removals)
+                await asyncio.sleep(0)
+        finally:
+            self._sweeping = False
+
+    def _displaced(self, keys: Sequence[PageKey]) -> None:
+        for key in keys:
+            self._spilling.displaced(key)
 
     async def _spill(self, key: PageKey, spill: Spill) -> None:
         stored = False
         try:
-            if self._make_room(spill):
-                stored = await self._tier.store(spill.page, self._bytes_of(spill.slot))
+            if self._spilling.take_removal(key):
+                self._tier.remove([key])
+            stored = await self._tier.store(spill.page, self._bytes_of(spill.slot))
         finally:
             del self._spills[key]
             if not self._spilling.end_spill(spill, stored=stored):
                 self._tier.remove([key])
         self.kick()
-
-    def _make_room(self, spill: Spill) -> bool:
-        """Give up colder pages until this one fits; False: it is not worth it."""
-        nbytes = spill.slot.nbytes
-        for _ in range(ROOM_TRIES_MAX):
-            if self._tier.has_room(nbytes):
-                return True
-            victim = self._spilling.make_room(spill)
-            if victim is None:
-                return False
-            self._tier.remove([victim])
-        return self._tier.has_room(nbytes)
 
     # ---- up
 

@@ -18,7 +18,7 @@ class Trunks:
     """See the module's docstring. Trunk 0 is none."""
 
     def __init__(self) -> None:
-        self._columns = Columns(page="i4", num_children="i4", num_resident="i4")
+        self._columns = Columns(page="i4", num_children="i4", num_resident="i4", num_staying="i4")
         self._index = KeyIndex()
         self._pool = RowPool()
         self._fetch()
@@ -31,6 +31,7 @@ class Trunks:
         self.page: Any = view("page")  # row of the parent, or NULL_ROW
         self.num_children: Any = view("num_children")
         self.num_resident: Any = view("num_resident")  # those of them with a slot in memory
+        self.num_staying: Any = view("num_staying")  # those again that are not in line to go
 
     def reserve(self, num: int) -> None:
         """Make room for ``num`` trunks ahead."""
@@ -54,7 +55,7 @@ class Trunks:
                 self.reserve(2 * self._columns.num_rows)
             self._index.insert(trunk, key)
             self.page[trunk] = page
-            self.num_children[trunk] = self.num_resident[trunk] = 0
+            self.num_children[trunk] = self.num_resident[trunk] = self.num_staying[trunk] = 0
         self.num_children[trunk] += 1
         return trunk
 
@@ -63,7 +64,7 @@ class Trunks:
         self.num_children[trunk] -= 1
         if self.num_children[trunk]:
             return False
-        assert not self.num_resident[trunk], trunk
+        assert not self.num_resident[trunk] and not self.num_staying[trunk], trunk
         self._index.remove(trunk)
         self.page[trunk] = NULL_ROW
         self._pool.give_back(trunk)

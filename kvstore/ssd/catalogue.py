@@ -71,7 +71,7 @@ class Catalogue:
         self.slabs = slabs
         self.counters: Counter[str] = Counter()
         self.used_nbytes = 0
-        self._evicts = evicts
+        self.evicts = evicts
         self._generation = first_generation
         self._by_key: dict[PageKey, int] = {}
         self._keys = bytearray()
@@ -119,7 +119,7 @@ class Catalogue:
         if tenant is None or slot_nbytes > self.slabs.slab_nbytes:
             self.counters["refused_size"] += 1
             return None, evicted
-        if self._evicts and not self.has_room(slot_nbytes):
+        if self.evicts and not self.has_room(slot_nbytes):
             evicted = self._make_room(slot_nbytes, heat)
         row = self._new_row()
         offset = self.slabs.allocate(slot_nbytes, row)

@@ -47,7 +47,7 @@ class PageWriter:
         self._loop = asyncio.get_running_loop()
         self._pages, self._slots, self._lanes = pages, slots, lanes
         self._journal, self._disk, self._uuid = journal, disk, uuid
-        self._on_evicted = on_evicted
+        self.on_evicted = on_evicted
         self._budget = WriteBudget(nbytes_per_s, self._loop.time())
         self._memory = BouncePool(BOUNCE_NBYTES // 2)
         self._stores: dict[PageKey, asyncio.Future[bool]] = {}
@@ -121,8 +121,8 @@ class PageWriter:
     def _tell_evicted(self, evicted: list[Evicted]) -> None:
         for _, offset in evicted:
             self._journal.put(offset, None)
-        if evicted and self._on_evicted is not None:
-            self._on_evicted([key for key, _ in evicted])
+        if evicted and self.on_evicted is not None:
+            self.on_evicted([key for key, _ in evicted])
 
     def _written(
         self,

@@ -44,10 +44,10 @@ PAGE_SIZES_MAX = 1024  # whose slot sizes are remembered
 class SsdTier:
     """A ``kvstore.server.tier.Tier``; made by ``open``.
 
-    With ``on_evicted`` the tier decides what is worth its room: a page without room displaces
-    colder ones (the coldest of its size; or a whole slab of another size), and ``on_evicted`` is
-    told which, before ``store`` goes on. Without it, a page without room is refused and whoever
-    decides makes room by ``remove``.
+    With ``on_evicted`` (or once ``displace`` was called) the tier decides what is worth its room: a
+    page without room displaces colder ones (the coldest of its size; or a whole slab of another
+    size), and ``on_evicted`` is told which, before ``store`` goes on. Without it, a page without
+    room is refused and whoever decides makes room by ``remove``.
     """
 
     def __init__(
@@ -192,6 +192,11 @@ class SsdTier:
         if self._closing is not None:
             return None
         return await self._reader.load(key, into)
+
+    def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
+        """See ``Tier``; replaces the ``on_evicted`` of ``open``."""
+        self._pages.evicts = True
+        self._writer.on_evicted = told
 
     def touch(self, key: PageKey, heat: float) -> None:
         """Say how warm a page is now, for ``on_evicted`` tiers; until the next start."""

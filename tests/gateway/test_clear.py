@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from gateway.clearing import STORE_ROUNDS_MAX
+from kvstore.events import CacheCleared, ClearCache
 from kvstore.keys import namespace_of
-from kvstore.messages import ClearStore, StoreDone
 from tests.gateway.fake_node import SPEC
 from tests.gateway.fakes import FakeChannel, FakeCluster
 from tests.gateway.http import Door, door
 from transfer.channel import Channel, Hello
 from transfer.errors import PeerUnreachable, RemoteFailed
 from transfer.identity import Role, new_identity
-from transfer.membership import Member, NodeInfo, NodeStatus
+from transfer.membership import PAGE_STORE_FACT, Member, NodeInfo, NodeStatus
 
 CLEAR = "/admin/cache/clear"
 
@@ -40,11 +40,11 @@ class FakeStore:
         )
         return Member(info=info, status=NodeStatus())
 
-    def clear(self, message: ClearStore) -> StoreDone:
+    def clear(self, message: ClearCache) -> CacheCleared:
         if self.refusal is not None:
             raise self.refusal
         self.told.append(message.namespace)
-        return StoreDone(self._pages.pop(0) if self._pages else 0)
+        return CacheCleared(num_pages=self._pages.pop(0) if self._pages else 0)
 
 
 class StoreChannel(FakeChannel):
@@ -53,7 +53,7 @@ class StoreChannel(FakeChannel):
         self.num_closed = 0
 
     async def request(self, message: msgspec.Struct, reply: type[Any], *, deadline_s: float) -> Any:
-        assert isinstance(message, ClearStore)
+        assert isinstance(message, ClearCache)
         return self._store.clear(message)
 
     async def close(self) -> None:
@@ -140,6 +140,21 @@ async def test_a_node_that_could_not_be_told_is_named_and_the_status_says_so(
         assert "nobody at fake://s0" in errors["s0"]
         assert errors["p0"]
         assert stores[1].told[0] == bytes.fromhex("ab" * 32)
+
+
+async def test_a_store_of_another_engine_is_named_as_not_cleared() -> None:
+    cluster = FakeCluster(with_store=False)
+    async with door(cluster) as d:
+        members = [node.member for node in cluster.nodes.values()]
+        contract = {**members[0].info.contract, PAGE_STORE_FACT: "mooncake://m:1"}
+        info = msgspec.structs.replace(members[0].info, contract=contract)
+        cluster.membership.show([msgspec.structs.replace(members[0], info=info), members[1]])
+        response = await d.client.post(CLEAR, json={"all": True})
+        assert response.status_code == 502
+        (named,) = [n for n in response.json()["nodes"] if n["role"] == "store"]
+        assert named["node_id"] == "mooncake://m:1"
+        assert named["error"]
+        assert cluster.p().cleared == cluster.d().cleared == [None]
 
 
 async def test_a_store_that_refuses_is_an_error_of_that_store(

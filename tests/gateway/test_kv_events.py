@@ -11,6 +11,7 @@ import pytest
 
 from gateway.events import (
     PROBE_PAUSE_MAX_S,
+    PROBE_PAUSE_S,
     REPLAY_TIMEOUT_S,
     RESUBSCRIBE_PAUSE_MAX_S,
     RESUBSCRIBE_PAUSE_S,
@@ -193,6 +194,24 @@ def test_a_range_that_is_gone_brings_one_snapshot(monkeypatch: pytest.MonkeyPatc
     assert (counters.num_gaps, counters.num_snapshots) == (1, 2)
 
 
+def test_soon_after_every_snapshot_a_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only after the first one: whatever broke may have broken the subscription too."""
+    monkeypatch.setattr("kvstore.events.log.WINDOW_BATCHES_MAX", 4)
+
+    async def script(bench: Bench) -> AsyncIterator[float]:
+        yield CALM_S
+        bench.hub.drops = 10
+        bench.node.store(*range(11))
+        while bench.counters.num_snapshots < 2:
+            yield 0.01
+        bench.hub.drops = 1
+        bench.node.store(11)
+        yield 2 * PROBE_PAUSE_S
+        assert bench.known() == list(range(12))
+
+    assert play(script).counters.num_gaps == 1
+
+
 def test_a_replay_that_is_not_answered_brings_one_snapshot() -> None:
     async def script(bench: Bench) -> AsyncIterator[float]:
         yield CALM_S
@@ -239,7 +258,7 @@ def test_another_life_on_the_same_addresses_forgets_what_the_old_one_held() -> N
         (subscription,) = bench.hub.subscriptions
         successor = Node(bench.hub)
         bench.node.events, bench.node.log = successor.events, successor.log
-        subscription.address = successor.labels["kv_events"]
+        subscription.address, subscription.replay_address = successor.labels.values()
         successor.store(9)  # number 0 again
         yield 0.0
         assert 1 not in bench.known()

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.store_numbers import FAMILIES, SAMPLES
 from kvstore.config import StoreConfig
+from kvstore.placement import REPLICAS_FACT
 from kvstore.replication.messages import CopyStatus
 from kvstore.server.node import StoreNode
 from kvstore.ssd import SsdConfig, SsdTier
@@ -22,6 +23,7 @@ from tests.gateway.http import Door, door
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import put_all
 from tests.kvstore.fakes import FakeMembership, World
+from tests.kvstore.faulty import until
 from tests.kvstore.pages import SPEC
 from transfer.identity import Role, new_identity
 from transfer.membership import Member, NodeInfo, NodeStatus
@@ -66,7 +68,7 @@ def member_of(name: str, numbers: dict[str, float], *, draining: bool = False) -
         identity=new_identity(Role.STORE, name),
         address=f"fake://{name}",
         transport="fake",
-        contract={"replicas": "2"},
+        contract={REPLICAS_FACT: "2"},
         labels={"policy": "heat"},
     )
     return Member(info=info, status=NodeStatus(gauges=numbers, draining=draining))
@@ -91,10 +93,11 @@ async def test_every_number_of_a_live_node_is_in_the_catalogue(node: StoreNode) 
 
 async def test_the_heartbeats_of_an_idle_node_are_equal(node: StoreNode) -> None:
     """Those that differ are written to etcd, and sent to every member."""
-    async with asyncio.timeout(30):
-        while node.status() != (before := node.status()) or before.gauges["num_spilling"]:
-            await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    busy = ("num_spilling", "ssd_stores_under_way", "ssd_index_backlog", "num_writing")
+    await until(lambda: not any(node.numbers()[name] for name in busy))
+    before = node.status()
+    asked = asyncio.get_running_loop().time()
+    await until(lambda: asyncio.get_running_loop().time() > asked)
     assert node.status() == before
 
 

@@ -107,7 +107,7 @@ class Model:
     def observe(self) -> list[PageIdentity]:
         """Compare all states; returns the pages that left memory, having checked each."""
         self.d.check()
-        for key in self.d.spilling.take_removals():
+        for key in self.d.spilling.take_removals(1000):
             assert key not in self.on_ssd, "a page that is there lost its copy"
         evicted = []
         for page in self.pages:

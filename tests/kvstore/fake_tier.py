@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.page import PageKey
 from kvstore.server.tier import TierPage
@@ -29,6 +29,7 @@ class FakeTier:
         self.num_loads = 0
         self.closed = False
         self._num_pages_max = num_pages_max
+        self._told: Callable[[Sequence[PageKey]], None] | None = None
 
     @property
     def degraded(self) -> str | None:
@@ -46,13 +47,29 @@ class FakeTier:
     def nbytes(self) -> int:
         return 1 << 30
 
-    def has_room(self, page_nbytes: int) -> bool:
-        return len(self.pages) < self._num_pages_max
+    def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
+        self._told = told
+
+    def touch(self, key: PageKey, heat: float) -> None:
+        if key in self.pages:
+            page, data = self.pages[key]
+            self.pages[key] = (page._replace(heat=heat), data)
+
+    def _make_room(self, heat: float) -> bool:
+        """Give up the coldest page if it is colder than ``heat`` and there is no room."""
+        if len(self.pages) < self._num_pages_max:
+            return True
+        coldest = min(self.pages, key=lambda key: self.pages[key][0].heat)
+        if self._told is None or self.pages[coldest][0].heat >= heat:
+            return False
+        del self.pages[coldest]
+        self._told([coldest])
+        return True
 
     async def store(self, page: TierPage, data: memoryview) -> bool:
         self.num_stores += 1
         await self.gate.wait()
-        if self.broken is not None or not self.has_room(len(data)):
+        if self.broken is not None or not self._make_room(page.heat):
             return False
         self.pages[page.record.key] = (page, bytes(data))
         return True
@@ -74,7 +91,9 @@ class FakeTier:
             self.pages.pop(key, None)
 
     def contents(self) -> Iterator[TierPage]:
-        for page, _ in list(self.pages.values()):
+        for page, data in list(self.pages.values()):
+            colder = page._replace(heat=page.heat - 1e9)  # than all of this life
+            self.pages[page.record.key] = (colder, data)
             yield page
 
     def numbers(self) -> dict[str, float]:

@@ -182,13 +182,12 @@ def spill(m: Model, rng: random.Random) -> None:
         job = m.spills.pop(rng.randrange(len(m.spills)))
         key = job.page.record.key
         store = rng.random() < 0.8
-        if store and m.d.spilling.num_on_ssd >= m.setup.ssd_pages:
-            victim = m.d.spilling.make_room(job)
-            store = victim is not None
-            if victim is not None:
-                del m.on_ssd[victim]
-                if m.spilled.pop(victim, m) is None:
-                    m.forget(victim)
+        if store and m.on_ssd and m.d.spilling.num_on_ssd >= m.setup.ssd_pages:
+            victim = rng.choice(list(m.on_ssd))
+            m.d.spilling.displaced(victim)
+            del m.on_ssd[victim]
+            if m.spilled.pop(victim, m) is None:
+                m.forget(victim)
         alive = m.ready.get(key) == job.slot.generation
         assert m.d.spilling.end_spill(job, stored=store) == (alive or not store)
         if alive and store:
@@ -234,7 +233,7 @@ def play(setup: Setup, seed: int) -> None:
     m.now_s += 2 * LEASE_S
     m.d.tick(m.now_s, 0)
     m.d.clear()
-    m.d.spilling.take_removals()
+    m.d.spilling.take_removals(1000)
     m.d.check()
     assert m.d.segment.num_used == 0, "a slot leaked"
     assert m.d.namespace_nbytes() == {}

@@ -207,6 +207,7 @@ class NodeWatch:
         }
         for kind, handler in list(requests.items()):
             requests[kind] = self._between(handler, *watched.get(kind, (None, None)))
+        cast(dict[type[msgspec.Struct], Any], service.prompt).clear()  # all go through ``requests``
 
     def _between(self, handler: Handler, before: Any, after: Any) -> Handler:
         async def watched(message: Any, caller: Caller) -> Any:
@@ -331,7 +332,8 @@ class NodeWatch:
         self._require(same, "visibility", f"a record of other tokens: {page.record}")
 
     def _releasing(self, message: ReleasePages) -> None:
-        self._leases.pop(message.lease_id, None)
+        for lease_id in (message.lease_id, *message.others):
+            self._leases.pop(lease_id, None)
 
     def _renewed(self, message: RenewLeases, reply: LeasesRenewed, started_s: float) -> None:
         until_s = started_s + reply.lease_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.checksum import checksum_of
@@ -89,6 +89,8 @@ class SimTier:
         self._disk = disk
         self._life = life
         self._counters: Counter[str] = Counter()
+        self._heats: dict[PageKey, float] = {}  # of pages whose heat has changed
+        self._told: Callable[[Sequence[PageKey]], None] | None = None
         self._num_stores = 0
         self._closed = False
 
@@ -104,13 +106,16 @@ class SimTier:
     def nbytes(self) -> int:
         return self._disk.nbytes
 
-    def has_room(self, page_nbytes: int) -> bool:
-        return self.used_nbytes + page_nbytes <= self.nbytes
+    def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
+        self._told = told
+
+    def touch(self, key: PageKey, heat: float) -> None:
+        self._heats[key] = heat
 
     async def store(self, page: TierPage, data: memoryview) -> bool:
         copy = bytes(data)
         await asyncio.sleep(self._latency_s())
-        if self._closed or not self._life.alive or not self.has_room(len(copy)):
+        if self._closed or not self._life.alive or not self._make_room(page.heat, len(copy)):
             return False
         self._disk.slots[page.record.key] = _Stored(page, copy)
         self.known[page.record.key] = None
@@ -134,6 +139,7 @@ class SimTier:
 
     def remove(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
+            self._heats.pop(key, None)
             self._disk.slots.pop(key, None)
 
     def contents(self) -> Iterator[TierPage]:
@@ -146,6 +152,19 @@ class SimTier:
         if not self._closed:
             self._closed = True
             self._disk.sync()
+
+    def _make_room(self, heat: float, nbytes: int) -> bool:
+        """Give up colder pages for one of this heat; False: it is not worth that."""
+        while self.used_nbytes + nbytes > self.nbytes:
+            coldest = min(self._disk.slots, key=self._heat)
+            if self._told is None or self._heat(coldest) >= heat:
+                return False
+            self.remove([coldest])
+            self._told([coldest])
+        return True
+
+    def _heat(self, key: PageKey) -> float:
+        return self._heats.get(key, self._disk.slots[key].page.heat)
 
     def _latency_s(self) -> float:
         return self._disk.rng.expovariate(1 / LATENCY_S_MEAN)

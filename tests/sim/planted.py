@@ -91,12 +91,19 @@ async def _unhashed(pages: Sequence[PageBytes]) -> list[bytes]:
     return [_AnyDigest(16) for _ in pages]
 
 
+def _unhashed_now(pages: Sequence[PageBytes]) -> list[bytes]:
+    return [_AnyDigest(16) for _ in pages]
+
+
 def _reader_skips_the_checksum() -> Sequence[Any]:
     return [mock.patch("kvstore.client.pulling.checksums", _unhashed)]
 
 
 def _node_skips_the_checksum() -> Sequence[Any]:
-    return [mock.patch("kvstore.server.handlers.checksums", _unhashed)]
+    return [
+        mock.patch("kvstore.server.handlers.checksums", _unhashed),
+        mock.patch("kvstore.server.handlers.checksums_now", _unhashed_now),
+    ]
 
 
 # ---- ignore the generation

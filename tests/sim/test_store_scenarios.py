@@ -41,6 +41,17 @@ SLOW_BYTES_PER_S = 500.0
 ALL_STORED, ALL_READ = {PutOutcome.STORED}, {GetOutcome.READ}
 
 
+def test_without_faults_every_put_is_stored_and_every_get_reads() -> None:
+    async def script(world: StoreWorld) -> None:
+        for number in range(6):
+            name, other = CLIENTS[number % 3], CLIENTS[(number + 1) % 3]
+            pages = some_pages(5, 1000 * number)
+            assert {*await done(world, name, world.put(name, pages))} == ALL_STORED
+            assert {*await done(world, other, world.get(other, pages))} == ALL_READ
+
+    play(script)
+
+
 @pytest.mark.parametrize("silently", [0.0, 1.0])
 def test_a_writer_that_dies_after_reserve_frees_its_reservation(silently: float) -> None:
     async def script(world: StoreWorld) -> None:

@@ -1,7 +1,7 @@
 """A process with a seat in etcd and a listener, for tests that stop it: prints what it becomes.
 
-``python -m tests.transfer.etcd_member URL NODE_ID``: one line of JSON when it has joined, and one
-whenever it has another incarnation.
+``python -m tests.transfer.etcd_member URL NODE_ID LEASE_S``: one line of JSON when it has joined,
+and one whenever it has another incarnation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 
 from transfer.channel import Hello, Service
-from transfer.etcd import EtcdMembership, parse_address
+from transfer.etcd import EtcdMembership, parse_address, seat
 from transfer.identity import Identity, Role, new_identity
 from transfer.membership import NodeInfo, NodeStatus
 from transfer.zmq_network import ZmqNetwork
@@ -21,7 +21,8 @@ def say(**facts: str) -> None:
     print(json.dumps(facts), flush=True)
 
 
-async def main(url: str, node_id: str) -> None:
+async def main(url: str, node_id: str, lease_s: str) -> None:
+    seat.LEASE_TTL_S = int(lease_s)
     network, identity = ZmqNetwork(), new_identity(Role.STORE, node_id)
 
     def renewed(renewed: Identity) -> None:

@@ -44,6 +44,11 @@ class EtcdServer:
         self.tls = tls  # with a certificate that etcd makes for itself
         self.port, self._peer_port = _free_ports(2)
         self.process: subprocess.Popen[bytes] | None = None
+        self._num_names = 0
+
+    def take_another_name(self) -> None:
+        """Be another cluster's from now on: what the one before wrote is not seen any more."""
+        self._num_names += 1
 
     @property
     def endpoint(self) -> str:
@@ -51,7 +56,7 @@ class EtcdServer:
 
     @property
     def url(self) -> str:
-        return f"etcd{'s' * self.tls}://127.0.0.1:{self.port}/test"
+        return f"etcd{'s' * self.tls}://127.0.0.1:{self.port}/test-{self._num_names}"
 
     @property
     def cacert(self) -> str:
@@ -104,6 +109,12 @@ class EtcdServer:
         """End it and delete its data."""
         self.kill()
         shutil.rmtree(self.directory / "data")
+
+    def lock(self, *, password: str) -> None:
+        """From now on only the user ``root`` is let in."""
+        self.call("auth/user/add", name="root", password=password)
+        self.call("auth/user/grant", user="root", role="root")
+        self.call("auth/enable")
 
     def call(self, path: str, **body: object) -> dict[str, object]:
         """One request by hand."""

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import base64
 import importlib
+import itertools
 import json
 import logging
 import random
 import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
-from transfer.etcd import wire
+from transfer.errors import (
+    FrameInvalid,
+    PeerLost,
+    PeerUnreachable,
+    RemoteFailed,
+    TransferError,
+    Unauthorized,
+)
+from transfer.etcd import client, wire
 from transfer.etcd.address import EtcdAccess, EtcdAddress, is_etcd, parse_address
 from transfer.etcd.lease import STANDSTILL_S, LeaseHistory
 from transfer.etcd.records import FORMAT, Keys, Record, encode_record
+from transfer.etcd.seat import LeaseLost, Seat
 from transfer.etcd.table import GAUGE_INTERVAL_S, GRACE_S, MemberTable
 from transfer.etcd.wire import Event, KeyValue, decode, prefix_end
 from transfer.identity import NodeId, Role, new_identity
 from transfer.membership import NodeInfo, NodeStatus
 
 ROOT = Path(__file__).resolve().parents[2]
+Answer = TypeVar("Answer")
 KEYS = Keys(parse_address("etcd://127.0.0.1/test"))
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -58,6 +72,8 @@ def test_an_address_names_hosts_and_cluster() -> None:
         "etcd://host:70000/name",
         "etcd://host:port/name",
         "etcd:///name",
+        "etcd://host?x/name",
+        "etcd://host#x/name",
         "etcd://a,,b/name",
         "http://host:2379/name",
         "etcd://" + ",".join(["h"] * 17) + "/name",
@@ -103,7 +119,9 @@ def test_answers_of_etcd_are_decoded_as_it_writes_them() -> None:
     answer = decode(text, wire.RangeAnswer)
     assert answer.header.revision == 3
     assert answer.kvs == (KeyValue(b"/k", b"\x00v", 2, 3, 777),)
-    assert decode(b'{"result":{"header":{},"ID":"778"}}', wire.LeaseKept).result.TTL == 0
+    kept = decode(b'{"result":{"header":{},"ID":"778"}}', wire.LeaseKept).result
+    assert kept is not None
+    assert kept.TTL == 0
     line = decode(b'{"result":{"canceled":true,"compact_revision":"3"}}', wire.WatchLine)
     assert line.result is not None
     assert (line.result.canceled, line.result.compact_revision) == (True, 3)
@@ -198,7 +216,6 @@ def test_a_list_without_news_is_no_new_version() -> None:
     table.apply(5.0, [Event(listed[0])])
     table.tick(100.0)
     assert table.version == version
-    assert table.next_timer_s() is None
 
 
 def test_a_list_that_lacks_a_member_removes_it() -> None:
@@ -215,11 +232,10 @@ def test_whom_etcd_lost_in_an_outage_is_held_until_the_grace_is_over() -> None:
     table.reset(0.0, stays, after_outage=False)
     version = table.version
     table.reset(60.0, [], after_outage=True)
-    assert (names(table), table.num_held, table.version) == (["a", "b", "c"], 3, version)
+    assert (names(table), table.stays(), table.version) == (["a", "b", "c"], {}, version)
     table.apply(61.0, [Event(kv(record("a", "1"), lease=2, created=7))])
     assert table.version == version, "the same incarnation came back: nothing has happened"
     assert table.stays() == {A: (2, 7)}
-    assert table.next_timer_s() == 60.0 + GRACE_S
     assert table.tick(60.0 + GRACE_S - 0.1) == []
     assert table.tick(60.0 + GRACE_S) == [B, C]
     assert names(table) == ["a"]
@@ -256,13 +272,32 @@ def test_gauges_alone_are_published_with_measure_and_draining_at_once() -> None:
     for n in range(5):
         table.apply(10.0, [Event(kv(record("a", "1", n=float(n + 1))))])
     assert table.version == version
-    assert table.next_timer_s() == 10.0 + GAUGE_INTERVAL_S
+    table.tick(10.0 + GAUGE_INTERVAL_S - 0.1)
+    assert table.version == version
     table.tick(10.0 + GAUGE_INTERVAL_S)
     assert table.version == version + 1
     assert table.view(11.0).members[0].status.gauges == {"n": 5.0}
     drained = Record(info=start.info, status=NodeStatus(draining=True))
     table.apply(10.6, [Event(kv(drained))])
     assert table.version == version + 2
+
+
+def test_a_member_whose_record_is_not_understood_any_more_is_gone() -> None:
+    """A later version under the same node id: another life, of which nothing is known here."""
+    table, live = MemberTable(KEYS), kv(record("a", "1"))
+    table.reset(0.0, [live, kv(record("b", "1"))], after_outage=False)
+    later = msgspec.structs.replace(live, value=live.value.replace(b'"format":1', b'"format":2'))
+    table.apply(1.0, [Event(later)])
+    assert names(table) == ["b"]
+
+
+def test_who_did_not_come_back_is_named_though_gauges_are_published_first() -> None:
+    table, stays = MemberTable(KEYS), [kv(record("a", "1")), kv(record("b", "1"))]
+    table.reset(0.0, stays, after_outage=False)
+    table.reset(60.0, stays[:1], after_outage=True)
+    end_s = 60.0 + GRACE_S
+    table.apply(end_s + 0.1, [Event(kv(record("a", "1", n=1.0)))])
+    assert table.tick(end_s + 0.2) == [B]
 
 
 def test_ages_count_from_what_was_heard_last() -> None:
@@ -299,7 +334,7 @@ def test_the_table_agrees_with_a_naive_model(seed: int) -> None:
         assert table.version >= version
         version = table.version
         assert set(etcd) <= set(names(table)), "who is in etcd is in the view"
-        assert len(names(table)) == len(etcd) + table.num_held
+        assert sorted(table.stays()) == sorted(etcd), "and whoever else is, is held"
         assert names(table) == sorted(names(table))
     table.tick(now_s + GRACE_S)
     assert names(table) == sorted(etcd)
@@ -348,6 +383,89 @@ def test_who_was_dropped_alone_was_away(listed: dict[NodeId, tuple[int, int]], a
     history = LeaseHistory()
     history.confirmed(10.0)
     assert history.was_away(A, STAYS, listed) is away
+
+
+# ---- the client
+
+
+class _Pieces:
+    """A response that arrives in pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+
+    async def aiter_bytes(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece
+
+
+async def lines_of(pieces: list[bytes]) -> list[bytes]:
+    response: Any = _Pieces(pieces)
+    return [line async for line in client._lines(response)]
+
+
+async def test_lines_are_found_wherever_the_stream_is_cut() -> None:
+    rng, lines = random.Random(1), [b"", b"a", b"bb" * 40, b"", b"c"]
+    text = b"\n".join(lines) + b"\nan end that is none"
+    for _ in range(200):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(9)))
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        assert await lines_of(pieces) == [line for line in lines if line]
+
+
+async def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_WATCH_LINE_NBYTES", 100)
+    assert await lines_of([b"x" * 60, b"y" * 40 + b"\n"]) == [b"x" * 60 + b"y" * 40]
+    with pytest.raises(FrameInvalid, match="exceeds 100 bytes"):
+        await lines_of([b"x" * 60, b"y" * 41])
+
+
+REFUSALS = [
+    (b'{"error":"x","message":"etcdserver: permission denied","code":7}', 403, Unauthorized),
+    (b'{"error":"etcdserver: user name is empty","code":3}', 400, Unauthorized),
+    (b'{"error":"etcdserver: invalid auth token","code":16}', 401, client.TokenEnded),
+    (b'{"error":"etcdserver: revision of auth store is old","code":3}', 400, client.TokenEnded),
+    (b'{"error":"etcdserver: no leader","code":14}', 503, PeerUnreachable),
+    (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', 200, PeerUnreachable),
+    (b'{"error":"etcdserver: mvcc: database space exceeded","code":8}', 429, RemoteFailed),
+    (b"<html>", 502, FrameInvalid),
+]
+
+
+@pytest.mark.parametrize(("text", "status", "kind"), REFUSALS)
+def test_every_refusal_of_etcd_is_an_error_of_our_tree(
+    text: bytes, status: int, kind: type[TransferError]
+) -> None:
+    error = client._refusal(text, status, "http://h:1")
+    assert type(error) is kind
+    assert "http://h:1" in str(error) or kind is RemoteFailed
+
+
+class _Answers:
+    """A client that gives one answer."""
+
+    endpoint = "http://h:1"
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    async def call(self, path: str, body: object, kind: type[Answer]) -> Answer:
+        return decode(self._answer, kind)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(b'{"result":{"ID":"7"}}', LeaseLost), (b'{"error":{"grpc_code":14}}', PeerLost)],
+)
+async def test_a_lease_is_lost_when_etcd_says_so_and_not_when_it_says_nothing(
+    answer: bytes, error: type[TransferError]
+) -> None:
+    info = record("a").info
+    seat = Seat(KEYS, info, NodeStatus, renewed=lambda _: None, rng=random.Random(1))
+    answers: Any = _Answers(answer)
+    with pytest.raises(error) as caught:
+        await seat.keep(answers)
+    assert type(caught.value) is error
 
 
 # ---- the page, and who may know of etcd

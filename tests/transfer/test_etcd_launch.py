@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from launch.gateway_role import GatewayRole
 from launch.seat import etcd_access, etcd_seat, no_renewal, outside_seat
 from launch.status import fetch
 from launch.store_role import StoreRole
+from tests.transfer.etcd_seats import SEEN_WITHIN_S, until
 from tests.transfer.etcd_server import EtcdServer, needs_etcd, running_etcd
 from transfer.etcd import EtcdMembership
 from transfer.identity import Role, new_identity
@@ -26,20 +27,6 @@ from transfer.registry_client import RegistryMembership
 from transfer.zmq_network import ZmqNetwork
 
 pytestmark = [pytest.mark.net, needs_etcd]
-
-SEEN_WITHIN_S = 15.0
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with running_etcd(tmp_path) as server:
-        yield server
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SEEN_WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - polled
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -112,11 +99,10 @@ async def test_a_role_that_finds_no_etcd_in_time_names_it() -> None:
 
 
 async def test_a_user_that_etcd_does_not_know_is_refused_for_good(
-    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    own_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    etcd.call("auth/user/add", name="root", password="sesame")
-    etcd.call("auth/user/grant", user="root", role="root")
-    etcd.call("auth/enable")
+    etcd = own_etcd
+    etcd.lock(password="sesame")
     store = StoreRole(StoreOptions.of(segment="16MiB", join=etcd.url))
     with pytest.raises(ConfigError, match="KVFERRY_ETCD_USER and KVFERRY_ETCD_PASSWORD"):
         await runtime._serve(store, 0.0)

@@ -1,100 +1,51 @@
-"""Seats in a real etcd: joining, leaving, pauses, outages, contracts.
-
-``KVFERRY_TEST_OUTAGE_S`` is how long etcd stands still (60: the minute that users are promised).
-"""
+"""Seats in a real etcd: joining, leaving, contracts, twins, pauses of a process."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import logging
-import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.transfer.etcd_server import EtcdServer, needs_etcd, running_etcd
+from tests.transfer.etcd_seats import SEEN_WITHIN_S, Detour, Member, members, until
+from tests.transfer.etcd_server import EtcdServer, needs_etcd
 from transfer.channel import Hello
-from transfer.errors import HelloRefused, PeerClosed, PeerUnreachable, Unauthorized
-from transfer.etcd import EtcdAccess, EtcdAddress, EtcdMembership, parse_address
-from transfer.etcd.records import Keys
+from transfer.errors import HelloRefused
+from transfer.etcd import EtcdMembership, parse_address
 from transfer.etcd.seat import LEASE_TTL_S
-from transfer.etcd.table import GRACE_S
-from transfer.identity import Identity, NodeId, Role, new_identity
-from transfer.membership import MembershipView, NodeInfo, NodeStatus
+from transfer.identity import NodeId, Role, new_identity
+from transfer.membership import NodeStatus
 from transfer.zmq_network import ZmqNetwork
 
 pytestmark = [pytest.mark.net, needs_etcd]
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTAGE_S = float(os.environ.get("KVFERRY_TEST_OUTAGE_S", LEASE_TTL_S + 2.0))
-SEEN_WITHIN_S = 15.0
+SHORT_LEASE_S = 3  # where a test waits for the end of one
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with running_etcd(tmp_path) as server:
-        yield server
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.etcd.seat.LEASE_TTL_S", SHORT_LEASE_S)
 
 
-async def until(condition: Callable[[], bool], within_s: float = SEEN_WITHIN_S) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - polled: a view has no event
-            await asyncio.sleep(0.01)
+@pytest.fixture
+def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing that a test waits for is the end of one."""
+    monkeypatch.setattr("transfer.etcd.seat.LEASE_TTL_S", 600)
 
 
-class Member:
-    """A seat, and all views that it saw."""
-
-    def __init__(
-        self, etcd: EtcdServer, name: str, address: EtcdAddress | None = None, **contract: str
-    ) -> None:
-        self.identity = new_identity(Role.STORE, name)
-        self.info = NodeInfo(identity=self.identity, address=f"tcp://{name}:1", contract=contract)
-        self.status = NodeStatus()
-        self.renewals: list[Identity] = []
-        self.views: list[MembershipView] = []
-        self.seat = EtcdMembership(
-            address or etcd.address, self.identity, renewed=self.renewals.append
-        )
-        self.seat.subscribe(self.views.append)
-
-    async def join(self) -> None:
-        await self.seat.join(self.info, lambda: self.status)
-
-    def names(self) -> list[str]:
-        return [member.node_id for member in self.seat.view.members]
-
-    def ever_seen(self) -> list[list[str]]:
-        return [[m.node_id for m in view.members] for view in self.views]
-
-
-@asynccontextmanager
-async def members(etcd: EtcdServer, *names: str) -> AsyncIterator[list[Member]]:
-    """Members that have joined and see each other; they leave at the end."""
-    seats = [Member(etcd, name) for name in names]
-    try:
-        for seat in seats:
-            await seat.join()
-        await until(lambda: all(seat.names() == sorted(names) for seat in seats))
-        yield seats
-    finally:
-        await asyncio.gather(*(seat.seat.leave() for seat in seats))
-
-
+@pytest.mark.usefixtures("long_leases")
 async def test_members_see_each_other_come_and_go(etcd: EtcdServer) -> None:
     async with members(etcd, "b", "a", "c") as (b, a, c):
         assert all(m.seat.connected and m.seat.alive for m in (a, b, c))
         await a.seat.leave()
         await a.seat.leave()
-        await until(lambda: b.names() == c.names() == ["b", "c"], within_s=LEASE_TTL_S - 1)
+        await until(lambda: b.names() == c.names() == ["b", "c"])
         assert not a.seat.connected
         versions = [view.version for view in b.views]
         assert versions == sorted(versions)
@@ -122,11 +73,12 @@ async def test_who_only_watches_is_not_listed(etcd: EtcdServer) -> None:
         assert a.names() == ["a"]
 
 
+@pytest.mark.usefixtures("short_leases")
 async def test_a_member_that_ended_without_a_word_is_gone_after_its_lease(etcd: EtcdServer) -> None:
     async with members(etcd, "a", "b") as (a, b):
         a.seat.abort()
         assert b.names() == ["a", "b"]
-        await until(lambda: b.names() == ["b"], within_s=2 * LEASE_TTL_S + 2)
+        await until(lambda: b.names() == ["b"])
 
 
 async def test_clusters_with_other_names_are_strangers(etcd: EtcdServer) -> None:
@@ -194,8 +146,8 @@ class Child:
         self.process = process
 
     @classmethod
-    async def start(cls, url: str, node_id: str) -> Child:
-        argv = [sys.executable, "-m", "tests.transfer.etcd_member", url, node_id]
+    async def start(cls, url: str, node_id: str, lease_s: int = SHORT_LEASE_S) -> Child:
+        argv = [sys.executable, "-m", "tests.transfer.etcd_member", url, node_id, str(lease_s)]
         return cls(
             await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
         )
@@ -257,14 +209,14 @@ async def test_a_process_whose_seat_was_taken_while_it_stood_still_does_not_take
 
 
 async def test_a_pause_shorter_than_the_lease_changes_nothing(etcd: EtcdServer) -> None:
-    child = await Child.start(etcd.url, "sleeper")
+    child = await Child.start(etcd.url, "sleeper", lease_s=600)
     try:
         async with members(etcd, "watcher") as (watcher,):
             before = await child.says("joined")
             await until(lambda: watcher.names() == ["sleeper", "watcher"])
             seen = len(watcher.views)
             child.process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1.0)
             child.process.send_signal(signal.SIGCONT)
             await asyncio.sleep(1.0)
             assert len(watcher.views) == seen
@@ -273,55 +225,11 @@ async def test_a_pause_shorter_than_the_lease_changes_nothing(etcd: EtcdServer) 
         await child.end()
 
 
-class Detour:
-    """A way to etcd that can be cut, while others reach it."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._server: asyncio.Server | None = None
-        self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self.cut = False
-
-    async def open(self) -> EtcdAddress:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        return parse_address(f"etcd://127.0.0.1:{port}/test")
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
-        if self.cut:
-            writer.close()
-            return
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers.append(far_writer)
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._tasks.append(asyncio.create_task(self._pump(source, sink)))
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while piece := await source.read(1 << 16):
-                sink.write(piece)
-        except OSError:
-            pass  # it was cut
-        sink.close()
-
-    def drop_all(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.drop_all()
-        await asyncio.gather(*self._tasks)
-
-
+@pytest.mark.usefixtures("short_leases")
 async def test_a_node_that_alone_was_cut_off_comes_back_as_another_incarnation(
     etcd: EtcdServer,
 ) -> None:
-    detour = Detour(etcd.port)
+    detour = Detour(etcd)
     lone = Member(etcd, "lone", address=await detour.open())
     async with members(etcd, "a", "b") as (a, b):
         await lone.join()
@@ -336,155 +244,3 @@ async def test_a_node_that_alone_was_cut_off_comes_back_as_another_incarnation(
         assert a.seat.view.members[2].info.identity == renewed != lone.identity
         await lone.seat.leave()
     await detour.close()
-
-
-# ---- etcd that is away
-
-
-async def nothing_changes(seats: list[Member], during_s: float) -> None:
-    """Wait, and see that no member notices anything."""
-    seen = [len(seat.views) for seat in seats]
-    await asyncio.sleep(during_s)
-    assert [len(seat.views) for seat in seats] == seen, [seat.ever_seen() for seat in seats]
-
-
-@pytest.mark.timeout(OUTAGE_S + 90)
-async def test_an_etcd_that_stands_still_beyond_all_leases_stops_nothing(
-    etcd: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "transfer.etcd")
-    async with members(etcd, "a", "b", "c") as seats:
-        etcd.stand_still()
-        await nothing_changes(seats, OUTAGE_S)
-        assert not any(seat.seat.connected for seat in seats)
-        assert all(seat.names() == ["a", "b", "c"] for seat in seats)
-        etcd.go_on()
-        await until(lambda: all(seat.seat.connected for seat in seats))
-        await nothing_changes(seats, GRACE_S + 1)
-        assert all(seat.names() == ["a", "b", "c"] and not seat.renewals for seat in seats)
-    away = [r for r in caplog.records if "etcd is away" in r.getMessage()]
-    assert len(away) == 3, "each says it once"
-
-
-async def test_an_etcd_that_is_restarted_with_its_data_changes_nothing(etcd: EtcdServer) -> None:
-    async with members(etcd, "a", "b") as seats:
-        etcd.kill()
-        await until(lambda: not any(seat.seat.connected for seat in seats))
-        await asyncio.to_thread(etcd.start)
-        await until(lambda: all(seat.seat.connected for seat in seats))
-        await nothing_changes(seats, 2.0)
-        assert all(seat.names() == ["a", "b"] and not seat.renewals for seat in seats)
-
-
-async def test_an_etcd_that_lost_everything_finds_its_members_again(etcd: EtcdServer) -> None:
-    async with members(etcd, "a", "b", "c") as seats:
-        etcd.lose_everything()
-        await until(lambda: not any(seat.seat.connected for seat in seats))
-        await asyncio.to_thread(etcd.start)
-        await until(lambda: all(seat.seat.connected for seat in seats))
-        await nothing_changes(seats, GRACE_S + 1)
-        assert all(seat.names() == ["a", "b", "c"] and not seat.renewals for seat in seats)
-        newcomer = Member(etcd, "d")
-        await newcomer.join()
-        assert newcomer.names() == ["a", "b", "c", "d"]
-        await newcomer.seat.leave()
-
-
-async def test_who_died_while_etcd_was_away_is_gone_after_the_grace(etcd: EtcdServer) -> None:
-    async with members(etcd, "a", "b") as (a, b):
-        etcd.lose_everything()
-        await until(lambda: not a.seat.connected and not b.seat.connected)
-        a.seat.abort()
-        await asyncio.to_thread(etcd.start)
-        await until(lambda: b.seat.connected)
-        assert b.names() == ["a", "b"]
-        await until(lambda: b.names() == ["b"], within_s=GRACE_S + 5)
-
-
-async def test_a_compacted_history_is_listed_anew(etcd: EtcdServer) -> None:
-    """A watcher that was cut off comes back to a revision that is no more."""
-    async with members(etcd, "a") as (a,):
-        etcd.stand_still()
-        await until(lambda: not a.seat.connected)
-        etcd.go_on()
-        await until(lambda: a.seat.connected)
-        async with _joined(etcd, "b") as b:
-            await until(lambda: a.names() == b.names() == ["a", "b"])
-            answer = etcd.call("kv/range", key="Lw==")
-            header: Any = answer["header"]
-            etcd.call("kv/compaction", revision=header["revision"], physical=True)
-            async with _joined(etcd, "c"):
-                await until(lambda: a.names() == ["a", "b", "c"])
-
-
-@asynccontextmanager
-async def _joined(etcd: EtcdServer, name: str) -> AsyncIterator[Member]:
-    member = Member(etcd, name)
-    await member.join()
-    try:
-        yield member
-    finally:
-        await member.seat.leave()
-
-
-async def test_nobody_answers_and_it_says_how_to_start_etcd(
-    etcd: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    etcd.kill()
-    watcher = EtcdMembership(etcd.address, new_identity(Role.OBSERVER))
-    with pytest.raises(PeerUnreachable, match="etcd --listen-client-urls http://127"):
-        await watcher.watch_only(deadline_s=asyncio.get_running_loop().time() + 1.0)
-    early = Member(etcd, "early")
-    joining = asyncio.create_task(early.join())
-    await until(lambda: "early waits for etcd at" in caplog.text)
-    await asyncio.to_thread(etcd.start)
-    await joining
-    assert early.names() == ["early"]
-    await early.seat.leave()
-
-
-async def test_a_membership_that_is_left_while_it_waits_says_so(etcd: EtcdServer) -> None:
-    etcd.kill()
-    early = Member(etcd, "early")
-    joining = asyncio.create_task(early.join())
-    await asyncio.sleep(0)
-    early.seat.abort()
-    with pytest.raises(PeerClosed):
-        await joining
-
-
-async def test_another_server_of_the_same_etcd_is_asked_when_one_is_dead(etcd: EtcdServer) -> None:
-    two = parse_address(f"etcd://127.0.0.1:9,127.0.0.1:{etcd.port}/test")
-    watcher = EtcdMembership(two, new_identity(Role.OBSERVER))
-    await watcher.watch_only(deadline_s=asyncio.get_running_loop().time() + 10)
-    assert watcher.connected
-    await watcher.leave()
-
-
-async def test_a_stranger_s_record_is_passed_over(etcd: EtcdServer) -> None:
-    async with members(etcd, "a") as (a,):
-        key = Keys(etcd.address).member(NodeId("z"))
-        encoded = base64.b64encode(key).decode()
-        etcd.call("kv/put", key=encoded, value=base64.b64encode(b"who knows").decode())
-        async with _joined(etcd, "b") as b:
-            await until(lambda: a.names() == b.names() == ["a", "b"])
-
-
-async def test_etcd_with_users_lets_in_who_has_the_password(etcd: EtcdServer) -> None:
-    etcd.call("auth/user/add", name="root", password="sesame")
-    etcd.call("auth/user/grant", user="root", role="root")
-    etcd.call("auth/enable")
-    nobody = Member(etcd, "nobody")
-    with pytest.raises(Unauthorized, match="KVFERRY_ETCD_USER"):
-        await nobody.join()
-    wrong = EtcdMembership(
-        etcd.address, new_identity(Role.OBSERVER), access=EtcdAccess("root", "open")
-    )
-    with pytest.raises(Unauthorized, match="KVFERRY_ETCD_PASSWORD"):
-        await wrong.watch_only()
-    identity = new_identity(Role.STORE, "ali")
-    ali = EtcdMembership(etcd.address, identity, access=EtcdAccess("root", "sesame"))
-    await ali.join(NodeInfo(identity=identity, address="tcp://ali:1"), NodeStatus)
-    assert [m.node_id for m in ali.view.members] == ["ali"]
-    for left in (ali, wrong, nobody.seat):
-        await left.leave()

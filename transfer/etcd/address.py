@@ -14,7 +14,7 @@ MAX_ENDPOINTS = 16
 FORM = "etcd://HOST:2379/NAME, or etcds:// for TLS, several as HOST:2379,HOST:2379"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s\[\]@,]+)(?::(\d{1,5}))?")
+_ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s\[\]@,?#%\\]+)(?::(\d{1,5}))?")
 
 
 class EtcdAccess(NamedTuple):

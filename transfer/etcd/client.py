@@ -3,6 +3,8 @@
 Owns the HTTP connections (httpx, over etcd's own JSON gateway) and the translation of every foreign
 error. Knows no members. ``next_endpoint`` turns to another server of the same etcd cluster.
 
+A token that etcd takes no more (it has expired, or users were changed) is renewed by the way.
+
 Proxies of the environment are not used: etcd is a neighbour.
 """
 
@@ -10,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -35,7 +37,8 @@ WATCH_SILENCE_S = 15.0  # then the watch is opened anew: a half-open connection 
 MAX_WATCH_LINE_NBYTES = 64 << 20
 
 _NO_RIGHT = {7, 16}  # gRPC's PERMISSION_DENIED, UNAUTHENTICATED
-_AUTH_TEXTS = ("authentication failed", "invalid auth token", "user name is empty")
+_AUTH_TEXTS = ("authentication failed", "user name is empty")
+_TOKEN_TEXTS = ("invalid auth token", "revision of auth store is old")
 
 A = TypeVar("A")
 
@@ -52,6 +55,28 @@ def tls_context(access: EtcdAccess) -> ssl.SSLContext:
     return context
 
 
+class TokenEnded(Unauthorized):
+    """Log in again: etcd does not take this token any more."""
+
+
+class Servers:
+    """Whom to ask: one of the endpoints, until it does not answer. Shared by a process's clients.
+
+    So the goodbye of a member goes to the server that has answered it until then.
+    """
+
+    def __init__(self, endpoints: tuple[str, ...]) -> None:
+        self._endpoints = endpoints
+        self._turn = 0
+
+    @property
+    def present(self) -> str:
+        return self._endpoints[self._turn]
+
+    def turn(self) -> None:
+        self._turn = (self._turn + 1) % len(self._endpoints)
+
+
 class EtcdClient:
     """Use as an async context manager, which owns the connections.
 
@@ -59,12 +84,9 @@ class EtcdClient:
         tls: how to speak to ``https`` endpoints; None where there are none.
     """
 
-    def __init__(
-        self, address: EtcdAddress, access: EtcdAccess, tls: ssl.SSLContext | None
-    ) -> None:
-        self._address = address
+    def __init__(self, servers: Servers, access: EtcdAccess, tls: ssl.SSLContext | None) -> None:
+        self._servers = servers
         self._access = access
-        self._turn = 0
         self._token: str | None = None
         self._http = httpx.AsyncClient(
             verify=tls or False,  # a context that nobody uses takes tens of milliseconds
@@ -80,7 +102,8 @@ class EtcdClient:
             OSError: a certificate cannot be read.
         """
         tls = tls_context(access) if address.secure else None
-        return lambda: cls(address, access, tls)
+        servers = Servers(address.endpoints)
+        return lambda: cls(servers, access, tls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,11 +118,11 @@ class EtcdClient:
 
     @property
     def endpoint(self) -> str:
-        return self._address.endpoints[self._turn % len(self._address.endpoints)]
+        return self._servers.present
 
     def next_endpoint(self) -> None:
         """Ask another server from now on, if there is one."""
-        self._turn += 1
+        self._servers.turn()
 
     async def authenticate(self) -> None:
         """Log in, if there is a user; the token is for all requests after it.
@@ -110,7 +133,7 @@ class EtcdClient:
         self._token = None
         if self._access.user is not None:
             body = {"name": self._access.user, "password": self._access.password or ""}
-            self._token = (await self.call("auth/authenticate", body, wire.Authenticated)).token
+            self._token = (await self._ask("auth/authenticate", body, wire.Authenticated)).token
 
     async def call(self, path: str, body: dict[str, Any], answer: type[A]) -> A:
         """Send one request.
@@ -120,6 +143,13 @@ class EtcdClient:
             RemoteFailed: etcd refuses; the code is gRPC's.
             Unauthorized: etcd wants another user, or a user at all.
         """
+        try:
+            return await self._ask(path, body, answer)
+        except TokenEnded:
+            await self.authenticate()
+            return await self._ask(path, body, answer)
+
+    async def _ask(self, path: str, body: dict[str, Any], answer: type[A]) -> A:
         with _translated(self.endpoint):
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 response = await self._http.post(
@@ -156,31 +186,37 @@ class EtcdClient:
                 if response.status_code != 200:
                     text = await response.aread()
                     raise _refusal(text, response.status_code, self.endpoint)
-                yield self._results(response)
+                async with aclosing(self._results(response)) as results:
+                    yield results
 
-    async def _results(self, response: httpx.Response) -> AsyncIterator[wire.WatchResult]:
-        async for text in _lines(response):
-            line = wire.decode(text, wire.WatchLine)
-            if line.error is not None:
-                raise PeerLost(f"{self.endpoint} ended the watch: {line.error.message}")
-            if line.result is not None:
-                yield line.result
+    async def _results(self, response: httpx.Response) -> AsyncGenerator[wire.WatchResult, None]:
+        async with aclosing(_lines(response)) as lines:
+            async for text in lines:
+                line = wire.decode(text, wire.WatchLine)
+                if line.error is not None:
+                    raise PeerLost(f"{self.endpoint} ended the watch: {line.error.message}")
+                if line.result is not None:
+                    yield line.result
         raise PeerLost(f"{self.endpoint} ended the watch")
 
     def _headers(self) -> dict[str, str]:
         return {} if self._token is None else {"authorization": self._token}
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream; httpx's own have no bound."""
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a stream; httpx's own have no bound.
+
+    A line of many pieces is copied twice, however many they are.
+    """
     rest = bytearray()
     async for piece in response.aiter_bytes():
-        rest += piece
-        *complete, tail = bytes(rest).split(b"\n") if b"\n" in piece else [bytes(rest)]
-        for line in complete:
-            if line.strip():
-                yield line
-        rest = bytearray(tail)
+        *ends, tail = piece.split(b"\n")
+        for end in ends:
+            rest += end
+            if rest.strip():
+                yield bytes(rest)
+            rest.clear()
+        rest += tail
         if len(rest) > MAX_WATCH_LINE_NBYTES:
             raise FrameInvalid(f"a line of a watch exceeds {MAX_WATCH_LINE_NBYTES} bytes")
 
@@ -190,15 +226,20 @@ def _refusal(text: bytes, status: int, endpoint: str) -> TransferError:
         failure = wire.decode(text, wire.Failure)
     except msgspec.DecodeError:
         return FrameInvalid(f"{endpoint} answers {status}, which is not etcd's way: {text[:80]!r}")
-    message = failure.message or failure.error
-    if failure.code in _NO_RIGHT or any(known in message for known in _AUTH_TEXTS):
+    code, message = failure.code, failure.message
+    if isinstance(failure.error, wire.StreamFailure):
+        code, message = failure.error.grpc_code, failure.error.message
+    message = message or str(failure.error)
+    if any(known in message for known in _TOKEN_TEXTS):
+        return TokenEnded(f"{endpoint}: {message}")
+    if code in _NO_RIGHT or any(known in message for known in _AUTH_TEXTS):
         return Unauthorized(
             f"{endpoint} refuses: {message}: set KVFERRY_ETCD_USER and KVFERRY_ETCD_PASSWORD to a "
             "user that may read and write /kvferry/"
         )
-    if failure.code == 14 or status in (502, 503, 504):
+    if code == 14 or status in (502, 503, 504):
         return PeerUnreachable(f"{endpoint}: {message}")
-    return RemoteFailed(f"etcd-{failure.code}", message)
+    return RemoteFailed(f"etcd-{code}", message)
 
 
 class _translated:

@@ -6,10 +6,11 @@ A node that comes back under its old incarnation says: nothing I promised has be
 That is true where *nobody* can have seen it leave: etcd lost all its data, or stood still, let
 every lease run out at once, and all watchers hold their members for a grace (``table.py``).
 
-It is false where the node itself was away: its process stood still (``SIGSTOP``, a suspended
-machine), or etcd kept other members and not this one (the node was cut off). The others have seen
-it leave, dropped their links and placed its share elsewhere. It comes back under a new
-incarnation: every link to it is opened anew, and grants of before are refused.
+It is false where the node itself was away: its process stood still (``SIGSTOP``, a machine that
+swaps), or etcd kept other members and not this one (the node was cut off, or its whole machine was
+suspended, after which no timer is late). The others have seen it leave, dropped their links and
+placed its share elsewhere. It comes back under a new incarnation: every link to it is opened anew,
+and grants of before are refused.
 """
 
 from __future__ import annotations

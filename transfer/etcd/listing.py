@@ -49,6 +49,9 @@ async def ages_s(client: EtcdClient, keys: Keys, listing: Listing) -> dict[NodeI
         some = names[start : start + MAX_AGES_AT_ONCE]
         bodies = [{"ID": str(leases[name])} for name in some]
         asked = [client.call("lease/timetolive", body, wire.LeaseState) for body in bodies]
-        for name, state in zip(some, await asyncio.gather(*asked), strict=True):
+        states = await asyncio.gather(*asked, return_exceptions=True)  # none is left behind
+        for name, state in zip(some, states, strict=True):
+            if isinstance(state, BaseException):
+                raise state
             ages[name] = float(max(0, state.grantedTTL - state.TTL))
     return ages

@@ -7,7 +7,7 @@ back-off, and what is said of it all. Decisions are the cores'.
 
     ┌──────────▶ connecting ──▶ taking the seat ──▶ seated (keep-alives + watch)
     │ back-off      │               │ refused at first: join raises; later: logged, retried
-    └───────────────┴───────────────┴──────────── any TransferError; at once after LeaseLost
+    └───────────────┴───────────────┴──────────── any TransferError, LeaseLost
                                           │ superseded: another process has this node id
                                           ▼
                                          ended, for good
@@ -28,7 +28,6 @@ from transfer.errors import (
     PeerClosed,
     PeerLost,
     PeerUnreachable,
-    RemoteFailed,
     TransferError,
     Unauthorized,
 )
@@ -214,8 +213,7 @@ class EtcdMembership:
                     await self._session(client)
                 except LeaseLost as error:
                     logger.warning("%s", error)
-                    self._connected = False
-                    continue
+                    backoff_s = BACKOFF_MIN_S
                 except (HelloRefused, Unauthorized) as error:
                     if self._give_up(error):
                         return
@@ -243,14 +241,19 @@ class EtcdMembership:
         return self._superseded
 
     def _say_away(self, error: TransferError, endpoint: str, next_log_s: float) -> float:
-        """Say once that etcd is lost; while there is no seat yet, again and again."""
+        """Say once that etcd is lost; while there is no seat yet, again and again.
+
+        After this process stood still its connections are broken, whatever etcd does: the first
+        failure says nothing of etcd, the second one does.
+        """
         assert self._seated is not None
         now_s, me = self._now_s(), self._identity.node_id
         if self._seated.done():
             we_slept = self._seat is not None and self._seat.history.stood_still
-            if not self._away and not we_slept:
+            away = self._away or not (we_slept and self._connected)
+            if away and not self._away:
                 logger.warning("%s: etcd is away, the last view stays (%s)", me, error)
-            self._away = self._away or not we_slept
+            self._away = away
         elif now_s >= next_log_s:
             text = "%s waits for etcd at %s (%s); %s"
             logger.warning(text, me, endpoint, error, self._remedy())
@@ -283,6 +286,8 @@ class EtcdMembership:
     async def _take_view(self, client: EtcdClient) -> int:
         """List the members; return the revision that the view is of."""
         listing = await list_keys(client, self._keys)
+        if self._seat is not None:
+            self._seat.check(listing.kvs)  # somebody may have come between
         watches = self._seat is None  # a member sees the others renew; a watcher comes and goes
         heard = await ages_s(client, self._keys, listing) if watches else {}
         if self._away:
@@ -301,23 +306,23 @@ class EtcdMembership:
             try:
                 async with client.watch(self._keys.prefix, revision + 1) as results:
                     async for result in results:
-                        revision = await self._take_in(client, result, revision)
+                        if result.compact_revision:
+                            break
+                        revision = self._take_in(result, revision)
             except DeadlineExceeded:
                 continue  # nothing happened for a while: from the same revision on, anew
+            # The history since ``revision`` is no more, though etcd was there all the time.
+            revision = await self._take_view(client)
 
-    async def _take_in(self, client: EtcdClient, result: wire.WatchResult, revision: int) -> int:
+    def _take_in(self, result: wire.WatchResult, revision: int) -> int:
         """Apply one message of a watch; return the revision that the view is of now."""
-        if result.compact_revision:
-            raise PeerLost(f"etcd has compacted its history up to {result.compact_revision}")
         if result.canceled:
             raise PeerLost(f"etcd ended the watch: {result.cancel_reason}")
         self._table.apply(self._now_s(), result.events)
-        if self._seat is not None:
-            for event in result.events:
-                if event.type != "DELETE" and event.kv.key == self._seat.key:
-                    self._seat.check(self._keys.record(event.kv.key, event.kv.value))
         self._publish()
-        return max(revision, *(event.kv.mod_revision for event in result.events), revision)
+        if self._seat is not None:
+            self._seat.check_news(result.events)
+        return max([revision, *(event.kv.mod_revision for event in result.events)])
 
     async def _keep(self, client: EtcdClient) -> None:
         """Renew the lease and write what changes; a watcher only asks whether etcd is there."""
@@ -331,30 +336,23 @@ class EtcdMembership:
                 await (self._ask(client) if self._seat is None else self._seat.keep(client))
             if self._seat is not None and (now_s >= say_s or self._seat.has_news()):
                 say_s = now_s + REFRESH_S
-                await self._say(client, self._seat)
+                await self._seat.say(client)
 
     async def _ask(self, client: EtcdClient) -> None:
         await client.call("kv/range", {"key": self._keys.joins}, wire.RangeAnswer)
-
-    async def _say(self, client: EtcdClient, seat: Seat) -> None:
-        """Write the status; an etcd that takes no writes (it is full) costs no seat."""
-        try:
-            await seat.say(client)
-        except RemoteFailed as error:
-            logger.error("%s: etcd does not take the status: %s", self._identity.node_id, error)
 
     # ---- timers and the view
 
     def _beat(self, due_s: float) -> None:
         """Serve what waits for time; a beat that comes late says that this process stood still."""
         now_s = self._now_s()
+        loop = asyncio.get_running_loop()
+        self._pulse = loop.call_at(now_s + PULSE_S, self._beat, now_s + PULSE_S)  # whatever follows
         if self._seat is not None:
             self._seat.history.timer_fired(now_s, now_s - due_s)
         for node_id in self._table.tick(now_s):
             logger.warning("%s did not come back after etcd did; removed", node_id)
         self._publish()
-        loop = asyncio.get_running_loop()
-        self._pulse = loop.call_at(now_s + PULSE_S, self._beat, now_s + PULSE_S)
 
     def _end_pulse(self) -> None:
         if self._pulse is not None:

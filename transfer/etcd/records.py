@@ -56,9 +56,11 @@ class Keys:
 
     def node_of(self, key: bytes) -> NodeId | None:
         """Return whose key this is; None when it is no member's."""
-        if not key.startswith(self.members):
+        name = key[len(self.members) :]
+        if not key.startswith(self.members) or not name.isascii():
             return None
-        return NodeId(unquote(key[len(self.members) :].decode()))
+        node_id = NodeId(unquote(name.decode()))
+        return node_id if self.member(node_id) == key else None
 
     def record(self, key: bytes, value: bytes) -> Record | None:
         """Return the record of a member's key, or None when it is none that we understand."""

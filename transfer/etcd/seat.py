@@ -19,8 +19,9 @@ Two nodes whose contracts differ cannot both join: each reads all members, then 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import structs
@@ -34,6 +35,8 @@ from transfer.etcd.records import Keys, Record, encode_record
 from transfer.identity import Identity, new_identity
 from transfer.membership import NodeInfo, NodeStatus, Superseded, check_contract
 from transfer.registry import MAX_MEMBERS
+
+logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 5  # etcd's least is 1.5 of its election timeout: 2 s unless its operator says else
 MAX_JOIN_ATTEMPTS = 64  # lost races against others that join, before it backs off
@@ -71,6 +74,7 @@ class Seat:
         self._renewed = renewed
         self._rng = rng
         self._said: NodeStatus | None = None
+        self._refused = False  # etcd does not take what is said
         self._mine = {info.identity.incarnation}
         self._joined = False
 
@@ -107,8 +111,10 @@ class Seat:
         """
         asked_s = asyncio.get_running_loop().time()
         body = {"ID": str(self.lease)}
-        kept = await client.call("lease/keepalive", body, wire.LeaseKept)
-        if kept.result.TTL <= 0:
+        kept = (await client.call("lease/keepalive", body, wire.LeaseKept)).result
+        if kept is None:
+            raise PeerLost(f"{client.endpoint} does not say what became of the lease")
+        if kept.TTL <= 0:
             raise LeaseLost(f"{self.info.identity.node_id} lost its lease, registering again")
         self.history.confirmed(asked_s)
 
@@ -116,7 +122,7 @@ class Seat:
         return self._status() != self._said
 
     async def say(self, client: EtcdClient) -> None:
-        """Write the present status.
+        """Write the present status; an etcd that takes no writes (it is full) costs no seat.
 
         Raises:
             LeaseLost: the record is gone.
@@ -130,21 +136,52 @@ class Seat:
             "success": [wire.put(self.key, record, self.lease)],
             "failure": [wire.get(self.key)],
         }
-        answer = await self._transact(client, body)
+        try:
+            answer = await self._transact(client, body)
+        except RemoteFailed as error:
+            self._say_refused(error)
+            return
+        self._say_refused(None)
         if answer.succeeded:
             self._said = status
             return
         found = answer.responses[0].response_range if answer.responses else None
-        for kv in () if found is None else found.kvs:
-            self.check(self._keys.record(kv.key, kv.value))
-        raise LeaseLost(f"{self.info.identity.node_id} is no longer in etcd, registering again")
+        self.check(() if found is None else found.kvs)
+        raise LeaseLost(f"{self.info.identity.node_id} has two leases, registering again")
 
-    def check(self, record: Record | None) -> None:
-        """Look at what stands under this node's key.
+    def _say_refused(self, error: RemoteFailed | None) -> None:
+        """Log once that etcd does not take the status, and once that it does again."""
+        me = self.info.identity.node_id
+        if error is not None and not self._refused:
+            logger.error("%s: etcd does not take the status, the seat stays: %s", me, error)
+        elif error is None and self._refused:
+            logger.info("%s: etcd takes the status again", me)
+        self._refused = error is not None
+
+    def check(self, kvs: Iterable[wire.KeyValue]) -> None:
+        """Find this node's own record among ``kvs``.
 
         Raises:
+            LeaseLost: it is not there.
             Superseded: it is another process's.
         """
+        for kv in kvs:
+            if kv.key == self.key:
+                self._check_mine(self._keys.record(kv.key, kv.value))
+                return
+        raise LeaseLost(f"{self.info.identity.node_id} is no longer in etcd, registering again")
+
+    def check_news(self, events: Iterable[wire.Event]) -> None:
+        """Look whether the newest of ``events`` for this node's key is a record of its own.
+
+        Raises:
+            LeaseLost, Superseded: see ``check``.
+        """
+        own = [event for event in events if event.kv.key == self.key]
+        if own:
+            self.check([own[-1].kv] if own[-1].type != "DELETE" else [])
+
+    def _check_mine(self, record: Record | None) -> None:
         mine = record is None or record.info.identity.incarnation in self._mine
         if self._joined and not mine:
             raise Superseded(
@@ -182,7 +219,7 @@ class Seat:
                 continue
             record = self._keys.record(kv.key, kv.value)
             if kv.key == self.key:
-                self.check(record)
+                self._check_mine(record)
             elif record is not None:
                 check_contract(self.info, record.info)
                 num_others += 1

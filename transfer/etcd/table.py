@@ -51,11 +51,6 @@ class MemberTable:
         self._gauges_changed = False
         self._published_s = 0.0
 
-    @property
-    def num_held(self) -> int:
-        """Members that etcd does not list, and that may come back."""
-        return sum(seat.held for seat in self._seats.values())
-
     def reset(self, now_s: float, listed: Iterable[KeyValue], *, after_outage: bool) -> None:
         """Take in all keys as they are now; after an outage who is missing is held."""
         if after_outage:
@@ -67,9 +62,10 @@ class MemberTable:
     def apply(self, now_s: float, events: Iterable[Event]) -> None:
         """Take in what changed."""
         for event in events:
-            if event.type != "DELETE":
-                self._put(now_s, event.kv)
-            elif (node_id := self._keys.node_of(event.kv.key)) is not None:
+            if event.type != "DELETE" and self._put(now_s, event.kv) is not None:
+                continue
+            node_id = self._keys.node_of(event.kv.key)
+            if node_id is not None:  # deleted, or now of a format that says nothing to us
                 self._gone(now_s, node_id)
 
     def tick(self, now_s: float) -> list[NodeId]:
@@ -79,16 +75,10 @@ class MemberTable:
             late = []
         for node_id in late:
             del self._seats[node_id]
-        if late or (self._gauges_changed and now_s >= self._published_s + GAUGE_INTERVAL_S):
+        if late:
             self._publish(now_s)
+        self._publish_gauges(now_s)
         return late
-
-    def next_timer_s(self) -> float | None:
-        """Return when ``tick`` wants to be called, or None."""
-        due = [self._grace_end_s] if self.num_held else []
-        if self._gauges_changed:
-            due.append(self._published_s + GAUGE_INTERVAL_S)
-        return min(due, default=None)
 
     def heard_before(self, now_s: float, ages_s: Mapping[NodeId, float]) -> None:
         """Take in how long ago members were heard, from a watcher that has just come."""
@@ -126,7 +116,7 @@ class MemberTable:
             self._publish(now_s)
         elif before.record != record:
             self._gauges_changed = True
-            self.tick(now_s)
+            self._publish_gauges(now_s)
         return node_id
 
     def _gone(self, now_s: float, node_id: NodeId) -> None:
@@ -137,6 +127,10 @@ class MemberTable:
             return
         del self._seats[node_id]
         self._publish(now_s)
+
+    def _publish_gauges(self, now_s: float) -> None:
+        if self._gauges_changed and now_s >= self._published_s + GAUGE_INTERVAL_S:
+            self._publish(now_s)
 
     def _publish(self, now_s: float) -> None:
         self.version += 1

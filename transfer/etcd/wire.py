@@ -61,11 +61,20 @@ class LeaseState(msgspec.Struct, frozen=True):
 
 
 class LeaseKept(msgspec.Struct, frozen=True):
-    result: LeaseState = LeaseState()
+    """``result`` is always there when etcd looked at the lease, also at one that has ended."""
+
+    result: LeaseState | None = None
 
 
 class Authenticated(msgspec.Struct, frozen=True):
     token: str
+
+
+class StreamFailure(msgspec.Struct, frozen=True):
+    """What ends a stream, or answers a request that is one inside of etcd (``lease/keepalive``)."""
+
+    grpc_code: int = 0
+    message: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -73,7 +82,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     code: int = 0
     message: str = ""
-    error: str = ""
+    error: str | StreamFailure = ""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -92,17 +101,11 @@ class WatchResult(msgspec.Struct, frozen=True):
     events: tuple[Event, ...] = ()
 
 
-class WatchFailure(msgspec.Struct, frozen=True):
-    grpc_code: int = 0
-    http_code: int = 0
-    message: str = ""
-
-
 class WatchLine(msgspec.Struct, frozen=True):
     """One line of a watch stream."""
 
     result: WatchResult | None = None
-    error: WatchFailure | None = None
+    error: StreamFailure | None = None
 
 
 def decode(text: bytes | str, kind: type[A]) -> A:

@@ -22,6 +22,7 @@ from transfer.interface import deadline_after
 
 NUM_SLOTS = 16
 PROMPTS = [list(range(start, start + 4)) for start in range(0, 64_000, 1000)]  # a page each
+LONG_PROMPTS = [list(range(start, start + 32)) for start in range(0, 24_000, 1000)]  # of 8 pages
 NUM_PAGES = len(PROMPTS)
 NUM_KEPT = 4  # pages of memory that are below the low watermark: they need no copy
 
@@ -64,19 +65,19 @@ async def states(cluster: Cluster) -> list[PageState]:
     return await client.match(keys, deadline_s=deadline_after(5))
 
 
-async def put_prompts(cluster: Cluster, node: StoreNode, tier: SsdTier) -> None:
+async def put_prompts(cluster: Cluster, node: StoreNode) -> None:
     """Put four times what memory holds, as fast as the spiller follows."""
     stores = await cluster.stores()
     client = await open_client(stores)
-    for number, tokens in enumerate(PROMPTS, 1):
+    for tokens in PROMPTS:
         assert await put_all(stores, client, tokens) == [PutOutcome.STORED]
-        await until(lambda: copied(node, tier, number))  # noqa: B023 - awaited at once
+        await until(lambda: num_uncopied(node) <= NUM_KEPT)
 
 
-def copied(node: StoreNode, tier: SsdTier, num_put: int) -> bool:
-    """All pages have a copy; or memory is so empty that none needs one."""
-    num_used = NUM_SLOTS - int(node.numbers()["num_free_pages"])
-    return tier.num_pages == num_put or num_used <= NUM_KEPT
+def num_uncopied(node: StoreNode) -> int:
+    """Pages that would be lost if memory was."""
+    numbers = node.numbers()
+    return int(numbers["num_pages"] + numbers["num_spilled"] - numbers["num_on_ssd"])
 
 
 async def get_prompts(cluster: Cluster) -> list[GetOutcome]:
@@ -92,7 +93,7 @@ async def test_pages_that_left_memory_are_served_from_the_ssd(
     ssd_cluster: Cluster, tmp_path: Path
 ) -> None:
     node, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
-    await put_prompts(ssd_cluster, node, tier)
+    await put_prompts(ssd_cluster, node)
     seen = await states(ssd_cluster)
     assert seen.count(PageState.SPILLED) >= NUM_PAGES - NUM_SLOTS
     assert all(state.present for state in seen)
@@ -104,7 +105,7 @@ async def test_a_new_incarnation_serves_the_pages_of_the_last(
     ssd_cluster: Cluster, tmp_path: Path
 ) -> None:
     first, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
-    await put_prompts(ssd_cluster, first, tier)
+    await put_prompts(ssd_cluster, first)
     num_on_ssd = tier.num_pages
     await first.close()
     second, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
@@ -120,7 +121,7 @@ async def test_a_page_damaged_on_the_ssd_is_a_miss_and_can_be_put_again(
     ssd_cluster: Cluster, tmp_path: Path
 ) -> None:
     first, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier")
-    await put_prompts(ssd_cluster, first, tier)
+    await put_prompts(ssd_cluster, first)
     await first.close()
     with (tmp_path / "tier" / PAGES_NAME).open("r+b") as file:
         file.seek(4096)
@@ -135,3 +136,30 @@ async def test_a_page_damaged_on_the_ssd_is_a_miss_and_can_be_put_again(
     for tokens in PROMPTS:
         outcome = (await put_all(stores, client, tokens))[0]
         assert outcome in (PutOutcome.STORED, PutOutcome.PRESENT)
+
+
+async def test_a_workload_of_long_prompts_three_times_memory_loses_nearly_nothing(
+    ssd_cluster: Cluster, tmp_path: Path
+) -> None:
+    node, tier = await ssd_cluster.node_with_ssd(
+        tmp_path / "tier", num_slots=64, high_watermark=0.95, low_watermark=0.9
+    )
+    stores = await ssd_cluster.stores()
+    client = await open_client(stores)
+    for tokens in LONG_PROMPTS:
+        assert await put_all(stores, client, tokens) == [PutOutcome.STORED] * 8
+        await until(lambda: num_uncopied(node) <= 48)  # the spill watermark
+    outcomes = []
+    for tokens in LONG_PROMPTS:
+        outcomes += await get_all(stores, client, tokens)  # asserts the bytes
+    assert outcomes.count(GetOutcome.READ) >= 0.95 * len(outcomes)
+    assert tier.numbers()["ssd_stored"] >= 2 * 64
+
+
+async def test_pages_of_another_size_displace_colder_ones_from_a_full_tier(
+    ssd_cluster: Cluster, tmp_path: Path
+) -> None:
+    node, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier", nbytes=MIB)
+    stores = await ssd_cluster.stores()
+    client = await open_client(stores)
+    wide = SPEC

@@ -1,0 +1,185 @@
+"""Takes pages that a writer offers: reserve, read from the writer's memory, commit.
+
+Owns one ``TakePages`` at a time of each writer's requests. A put of few bytes is one message so,
+where reserving, writing and committing are three steps with two round trips.
+
+::
+
+    reserve ──present, being written, no room, other tokens──▶ said so; nothing was moved
+       ▼ granted
+    read ──not possible──▶ UNREAD, the slot is free at once
+       ▼
+    commit (hashes what has arrived) ──▶ TAKEN, or TORN
+
+No slot is ever granted to another process: the writer cannot write late, and when it dies, the
+read fails. This node owes a slot to itself for as long as it reads into it, even when the
+reservation runs out meanwhile (the process stood still): it is not granted again before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore.checksum import CHECKSUM_NBYTES
+from kvstore.messages import (
+    AbortPages,
+    CommitPages,
+    CommitStatus,
+    OfferedPage,
+    PageCommit,
+    PageGrant,
+    PagesCommitted,
+    PagesReserved,
+    PagesTaken,
+    ReservePages,
+    ReserveStatus,
+    StoreDone,
+    TakePages,
+    TakeStatus,
+    WriteGrant,
+)
+from kvstore.page import PageKey
+from kvstore.replication.holdings import OwnNode
+from transfer.channel import Caller, Service
+from transfer.errors import RemoteFailed, TransferError
+from transfer.interface import Priority, Range, Transfer
+
+READ_S_MAX = 0.5  # of one read: a writer that cannot be reached soon had better write
+ANSWER_MARGIN_S = 0.05  # an answer leaves this much before its caller would give up
+
+_REFUSALS = {
+    ReserveStatus.PRESENT: TakeStatus.PRESENT,
+    ReserveStatus.WRITING: TakeStatus.WRITING,
+    ReserveStatus.REFUSED: TakeStatus.REFUSED,
+    ReserveStatus.COLLISION: TakeStatus.COLLISION,
+    ReserveStatus.GRANTED: TakeStatus.UNREAD,  # until it has been read
+}
+_OUTCOMES = {
+    CommitStatus.READY: TakeStatus.TAKEN,
+    CommitStatus.STALE: TakeStatus.UNREAD,
+    CommitStatus.TORN: TakeStatus.TORN,
+}
+
+
+class Slots(Protocol):
+    """The part of the directory that is needed beside messages."""
+
+    def hold(self, key: PageKey, generation: int) -> int | None: ...
+
+    def let_go(self, row: int) -> None: ...
+
+
+class _Granted(NamedTuple):
+    position: int
+    page: OfferedPage
+    grant: WriteGrant
+
+
+class PageTaker:
+    """Answers ``TakePages``.
+
+    Args:
+        own: answers the messages of the three steps, as if the writer had sent them.
+        counters: gets ``taken`` and ``unread_takes``.
+    """
+
+    def __init__(
+        self, own: OwnNode, slots: Slots, transfer: Transfer, counters: Counter[str]
+    ) -> None:
+        self._own = own
+        self._slots = slots
+        self._transfer = transfer
+        self._counters = counters
+
+    def add_to(self, service: Service) -> None:
+        service.on(TakePages, self.take)
+
+    async def take(self, message: TakePages, caller: Caller) -> PagesTaken:
+        _check(message)
+        request = ReservePages(
+            spec=message.spec,
+            pages=tuple(page.identity for page in message.pages),
+            policy=message.policy,
+        )
+        reserved = await self._own.ask(request, PagesReserved, deadline_s=caller.deadline_s)
+        statuses = [_REFUSALS[grant.status] for grant in reserved.grants]
+        granted = [
+            _Granted(i, message.pages[i], grant)
+            for i, grant in enumerate(reserved.grants)
+            if grant.status is ReserveStatus.GRANTED
+        ]
+        if granted:
+            limit_s = min(READ_S_MAX, reserved.lease_s) + _now_s()
+            limit_s = min(limit_s, caller.deadline_s - ANSWER_MARGIN_S)
+            taken = await self._fill(message, reserved.incarnation, granted, limit_s)
+            for one, status in zip(granted, taken, strict=True):
+                statuses[one.position] = status
+        return PagesTaken(tuple(statuses))
+
+    async def _fill(
+        self, message: TakePages, incarnation: str, granted: list[_Granted], limit_s: float
+    ) -> Sequence[TakeStatus]:
+        """Read and commit; what was not committed is given up, whatever happens."""
+        nbytes = message.spec.page_nbytes
+        ranges = [Range(page.offset, grant.offset, nbytes) for _, page, grant in granted]
+        held = [self._slots.hold(p.identity.key, grant.generation) for _, p, grant in granted]
+        done = False
+        try:
+            await self._transfer.read(
+                message.read_token,
+                ranges,
+                into=self._own.region,
+                deadline_s=limit_s,
+                priority=Priority.NOW,
+            )
+            statuses = await self._commit(incarnation, granted, limit_s)
+            done = True
+        except TransferError:
+            self._counters["unread_takes"] += 1
+            return [TakeStatus.UNREAD] * len(granted)
+        finally:
+            if not done:
+                await self._give_up(incarnation, granted)
+            for row in held:
+                if row is not None:
+                    self._slots.let_go(row)
+        return statuses
+
+    async def _commit(
+        self, incarnation: str, granted: list[_Granted], limit_s: float
+    ) -> list[TakeStatus]:
+        commits = tuple(
+            PageCommit(page.identity.key, grant.generation, page.checksum)
+            for _, page, grant in granted
+        )
+        message = CommitPages(incarnation=incarnation, pages=commits)
+        committed = await self._own.ask(message, PagesCommitted, deadline_s=limit_s)
+        self._counters["taken"] += committed.statuses.count(CommitStatus.READY)
+        return [_OUTCOMES[status] for status in committed.statuses]
+
+    async def _give_up(self, incarnation: str, granted: list[_Granted]) -> None:
+        """A read that has ended or was cancelled touches the slots no more."""
+        grants = tuple(PageGrant(page.identity.key, grant.generation) for _, page, grant in granted)
+        message = AbortPages(incarnation=incarnation, pages=grants, quiet=True)
+        try:
+            await self._own.ask(message, StoreDone, deadline_s=_now_s() + READ_S_MAX)
+        except RemoteFailed:
+            return  # the node is closing
+
+
+def _check(message: TakePages) -> None:
+    """Refuse what cannot be an offer; the reservation checks the pages themselves.
+
+    Raises:
+        RemoteFailed: a number is impossible.
+    """
+    for page in message.pages:
+        if page.offset < 0 or len(page.checksum) != CHECKSUM_NBYTES:
+            raise RemoteFailed("bad_page", f"no page can be read at offset {page.offset}")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
