@@ -68,9 +68,11 @@ async def clear_stores(
 ) -> list[ClearedNode]:
     """Clear store nodes, all tiers, until a round finds nothing."""
     members = list(stores)
+    clear_id = f"{identity.incarnation}/{deadline_s!r}"  # no two clears have the same deadline
     total: list[ClearedNode] = [ClearedNode(m.node_id, Role.STORE, 0) for m in members]
     for _ in range(STORE_ROUNDS_MAX):
-        calls = (_clear_store(m, namespace, network, identity, deadline_s) for m in members)
+        message = ClearCache(namespace, clear_id)
+        calls = (_clear_store(m, message, network, identity, deadline_s) for m in members)
         found = await asyncio.gather(*calls)
         total = [
             now._replace(num_pages=before.num_pages + now.num_pages)
@@ -83,7 +85,7 @@ async def clear_stores(
 
 async def _clear_store(
     member: Member,
-    namespace: bytes | None,
+    message: ClearCache,
     network: Network,
     identity: Identity,
     deadline_s: float,
@@ -92,7 +94,6 @@ async def _clear_store(
     try:
         channel = await network.connect(member.info.address, hello, deadline_s=deadline_s)
         try:
-            message = ClearCache(namespace)
             reply = await channel.request(message, CacheCleared, deadline_s=deadline_s)
         finally:
             await channel.close()

@@ -201,17 +201,6 @@ class AbortPages(msgspec.Struct, frozen=True, kw_only=True, tag="abort_pages"):
     quiet: bool
 
 
-class AcquirePages(msgspec.Struct, frozen=True, kw_only=True, tag="acquire_pages"):
-    """Lease me those of these pages that are ready; with ``wait_s``, wait for the first.
-
-    ``touch``: as in ``MatchPages``; a node that copies its pages elsewhere says False.
-    """
-
-    keys: tuple[PageKey, ...]
-    wait_s: float = 0.0
-    touch: bool = True
-
-
 class LeasedPage(msgspec.Struct, frozen=True, array_like=True):
     """A ready page: its record, and where its bytes lie while the lease lasts."""
 
@@ -242,6 +231,19 @@ class ReleasePages(msgspec.Struct, frozen=True, kw_only=True, tag="release_pages
     lease_id: int
     corrupt: tuple[PageGrant, ...] = ()
     others: tuple[int, ...] = ()
+
+
+class AcquirePages(msgspec.Struct, frozen=True, kw_only=True, tag="acquire_pages"):
+    """Lease me those of these pages that are ready; with ``wait_s``, wait for the first.
+
+    ``touch``: as in ``MatchPages``; a node that copies its pages elsewhere says False.
+    ``first``: end these leases before; ignored when they are of another incarnation.
+    """
+
+    keys: tuple[PageKey, ...]
+    wait_s: float = 0.0
+    touch: bool = True
+    first: ReleasePages | None = None
 
 
 class RenewLeases(msgspec.Struct, frozen=True, kw_only=True, tag="renew_leases"):
@@ -303,9 +305,14 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True, tag="store_stats"):
 
 
 class ClearStore(msgspec.Struct, frozen=True, tag="clear_store"):
-    """Forget all ready pages, or those of one namespace."""
+    """Forget all ready pages, or those of one namespace.
+
+    ``clear_id`` names one clear of the cluster, the same to every node: while it is under way, no
+    copy between nodes brings back what it covers. Without one a copy may.
+    """
 
     namespace: bytes | None = None
+    clear_id: str = ""
 
 
 class StoreDone(msgspec.Struct, frozen=True, tag="store_done"):

@@ -14,6 +14,7 @@ Legend: ``H`` num_kv_heads, ``Hq`` query heads, ``L`` num_layers, ``S`` page_siz
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NewType
 
 import msgspec
@@ -30,7 +31,7 @@ PAGE_SIZE_MAX = 1024
 DTYPE_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
-class PageSpec(msgspec.Struct, frozen=True, kw_only=True):
+class PageSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Geometry of the KV pages of one model.
 
     Raises:
@@ -62,12 +63,12 @@ class PageSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Shape of one page: ``[H, L, 2, S, D]``."""
         return (self.num_kv_heads, self.num_layers, 2, self.page_size, self.head_dim)
 
-    @property
+    @cached_property
     def num_runs(self) -> int:
         """Contiguous runs of slots in a page: one per (head, layer, K or V)."""
         return self.num_kv_heads * self.num_layers * 2
 
-    @property
+    @cached_property
     def slot_nbytes(self) -> int:
         """Bytes of one slot in one run."""
         return self.head_dim * self.itemsize
@@ -77,7 +78,7 @@ class PageSpec(msgspec.Struct, frozen=True, kw_only=True):
         """KV bytes of one token over all heads and layers."""
         return self.num_runs * self.slot_nbytes
 
-    @property
+    @cached_property
     def page_nbytes(self) -> int:
         return self.page_size * self.token_nbytes
 

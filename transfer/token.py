@@ -7,6 +7,8 @@ region and rights), not secret from those who hold it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from transfer.decoding import decode_foreign
@@ -16,6 +18,7 @@ from transfer.interface import Rights
 TOKEN_VERSION = 2
 CAPABILITY_NBYTES = 16
 MAX_TOKEN_NBYTES = 1024
+TOKENS_KEPT_MAX = 1024  # decoded, as each operation comes with the same few tokens
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +59,7 @@ def encode_token(token: Token) -> bytes:
     return msgspec.msgpack.encode(token)
 
 
+@lru_cache(maxsize=TOKENS_KEPT_MAX)
 def decode_token(data: bytes) -> Token:
     """Return the token.
 

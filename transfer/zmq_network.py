@@ -40,7 +40,12 @@ from transfer.pubsub import PartsCallback, Publisher, ReplaySource, Subscription
 from transfer.rpc import RpcChannel
 from transfer.rpc_frames import MAX_CONNECTIONS, MAX_FRAME_NBYTES
 from transfer.rpc_handlers import RpcServer
-from transfer.zmq_pubsub import MAX_PUBLISHED_MESSAGES, ZmqPublisher, ZmqSubscription
+from transfer.zmq_pubsub import (
+    MAX_PUBLISHED_MESSAGES,
+    MAX_QUEUED_ANSWERS,
+    ZmqPublisher,
+    ZmqSubscription,
+)
 from transfer.zmq_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
@@ -232,9 +237,9 @@ class ZmqNetwork:
         return channel
 
     def publish(self, bind: str, replay_bind: str, replay: ReplaySource) -> Publisher:
-        pub = self._bound_socket(zmq.PUB, bind)
+        pub = self._bound_socket(zmq.PUB, bind, MAX_PUBLISHED_MESSAGES)
         try:
-            router = self._bound_socket(zmq.ROUTER, replay_bind)
+            router = self._bound_socket(zmq.ROUTER, replay_bind, MAX_QUEUED_ANSWERS)
         except PeerUnreachable:
             pub.close(linger=0)
             raise
@@ -320,8 +325,12 @@ class ZmqNetwork:
             "tcp://127.0.0.1:0, or set a cluster secret and allow remote peers"
         )
 
-    def _bound_socket(self, kind: int, bind: str) -> zmq.Socket[Any]:
+    def _bound_socket(
+        self, kind: int, bind: str, max_queued: int = MAX_QUEUED_FRAMES
+    ) -> zmq.Socket[Any]:
         """Return a new socket that listens at ``bind``; where there is a secret, as CURVE server.
+
+        It queues up to ``max_queued`` messages for each peer.
 
         Raises:
             PeerUnreachable: the address is not allowed, or cannot be bound.
@@ -331,8 +340,7 @@ class ZmqNetwork:
         socket.setsockopt(zmq.BACKLOG, min(MAX_CONNECTIONS, 1024))
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        else:
-            socket.setsockopt(zmq.SNDHWM, MAX_PUBLISHED_MESSAGES)
+        socket.setsockopt(zmq.SNDHWM, max_queued)
         if self._curve is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve[1])

@@ -8,15 +8,15 @@ A PUB socket drops what a subscriber has no room for and tells nobody. So the fi
 is made with ``XPUB_NODROP``, which refuses the message while *any* queue is full; then it is
 counted, and sent again without: those that have room get it, the others lose it.
 
-Answers to requests leave in bursts, a few in each turn of the loop; who does not take them is given
-up, and finds out by its own timer.
+Answers to requests leave in bursts, a few in each turn of the loop, and wait where an asker takes
+them slowly: the socket queues few, the rest is not made yet. Who takes none for ``REPLAY_STALL_S``
+is given up, and finds out by its own timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import zmq
@@ -27,6 +27,19 @@ from transfer.zmq_socket import LoopSocket
 MAX_PUBLISHED_MESSAGES = 1024  # that one subscriber may be behind, before it loses some
 MAX_REPLAYS = 64  # requests being answered at one time; one more goes unanswered
 REPLAY_BURST = 64  # answers per turn of the loop
+MAX_QUEUED_ANSWERS = 64  # to one asker, beside what the kernel's buffers hold
+REPLAY_PAUSE_S = 0.005  # while no asker has room
+REPLAY_STALL_S = 5.0
+
+
+class _Replay:
+    """The answers to one request: what is left of them, and when one was last taken."""
+
+    def __init__(self, envelope: list[bytes], answers: Iterator[Parts], now_s: float) -> None:
+        self.envelope = envelope
+        self.answers = answers
+        self.waiting: Parts | None = None  # made, and there was no room for it
+        self.taken_s = now_s
 
 
 class ZmqPublisher:
@@ -48,7 +61,7 @@ class ZmqPublisher:
         self._replay = replay
         self._addresses = addresses
         self._on_closed = on_closed
-        self._answers: dict[bytes, tuple[list[bytes], Iterator[Parts]]] = {}
+        self._replays: dict[bytes, _Replay] = {}
         self._pumping = False
         self._closed = False
         self._num_dropped = 0
@@ -86,7 +99,7 @@ class ZmqPublisher:
         if self._closed:
             return
         self._closed = True
-        self._answers.clear()
+        self._replays.clear()
         self._router.close(linger_ms=0)
         self._pub.close(linger=0)
         self._on_closed(self)
@@ -95,10 +108,11 @@ class ZmqPublisher:
         """``[asker, (empty,) request ...]``; an asker that asks again means the new request."""
         self._num_requests += 1
         asker = parts[0]
-        if asker not in self._answers and len(self._answers) >= MAX_REPLAYS:
+        if asker not in self._replays and len(self._replays) >= MAX_REPLAYS:
             return
         envelope = parts[: 2 if parts[1:2] == [b""] else 1]
-        self._answers[asker] = (envelope, self._replay(parts[len(envelope) :]))
+        answers = self._replay(parts[len(envelope) :])
+        self._replays[asker] = _Replay(envelope, answers, self._loop.time())
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -106,21 +120,33 @@ class ZmqPublisher:
     def _pump(self) -> None:
         """Send one burst, shared fairly by those who asked."""
         self._pumping = False
-        share = max(1, REPLAY_BURST // max(1, len(self._answers)))
-        for asker, (envelope, answers) in list(self._answers.items()):
-            burst = list(islice(answers, share))
-            if not self._send_answers(envelope, burst) or len(burst) < share:
-                del self._answers[asker]
-        if self._answers:
-            self._pumping = True
+        share = max(1, REPLAY_BURST // max(1, len(self._replays)))
+        for asker, replay in list(self._replays.items()):
+            if not self._advance(replay, share):
+                del self._replays[asker]
+        if not self._replays:
+            return
+        self._pumping = True
+        if all(replay.waiting is not None for replay in self._replays.values()):
+            self._loop.call_later(REPLAY_PAUSE_S, self._pump)
+        else:
             self._loop.call_soon(self._pump)
 
-    def _send_answers(self, envelope: list[bytes], burst: list[Parts]) -> bool:
-        try:
-            for parts in burst:
-                self._router.send([*envelope, *parts])
-        except zmq.ZMQError:  # its queue is full, or it has gone: it asks again, or not
-            return False
+    def _advance(self, replay: _Replay, share: int) -> bool:
+        """Send up to ``share`` answers; False when nothing more is to be sent."""
+        for _ in range(share):
+            parts = replay.waiting or next(replay.answers, None)
+            if parts is None:
+                return False
+            try:
+                self._router.send([*replay.envelope, *parts])
+            except zmq.Again:
+                replay.waiting = parts
+                return self._loop.time() - replay.taken_s < REPLAY_STALL_S
+            except zmq.ZMQError:  # it has gone: it asks again, or not
+                return False
+            replay.waiting = None
+            replay.taken_s = self._loop.time()
         return True
 
 

@@ -127,6 +127,11 @@ class StoreLink:
         self._num_failures = 0
         return answer
 
+    @property
+    def incarnation(self) -> str | None:
+        """Of the node's process, as far as is known."""
+        return None if self._session is None else self._session.opened.incarnation
+
     def tokens(self, incarnation: str) -> StoreOpened:
         """The tokens of the incarnation that made a grant.
 

@@ -62,6 +62,7 @@ class PageMatcher:
 
     async def _ask(self, link: StoreLink, indexes: list[int]) -> None:
         all_keys = len(indexes) == len(self._keys)
+        self._parts.counters["match_messages"] += 1
         packed = pack_keys(self._keys if all_keys else [self._keys[i] for i in indexes])
         try:
             reply = await link.call(MatchPages(packed), PagesMatched, deadline_s=self._deadline_s)

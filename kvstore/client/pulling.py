@@ -81,7 +81,8 @@ class Pull:
         for i in todo:
             by_key.setdefault(self._pages[i].identity.key, []).append(i)
         sent_s = _now_s()
-        request = AcquirePages(keys=tuple(by_key), wait_s=wait_s)
+        ended = self._parts.releases.claim(link)
+        request = AcquirePages(keys=tuple(by_key), wait_s=wait_s, first=ended)
         reply = await link.call(request, PagesAcquired, deadline_s=self._deadline_s, wait_s=wait_s)
         if not reply.pages:
             return []

@@ -1,8 +1,8 @@
 """Ends read leases soon, many in one message: a reader does not pay for the end of its lease.
 
 Owns the leases of one client that have been read under and not been given back yet, for each link
-and incarnation. They are sent ``DELAY_S`` after the first of them, in the background; reports of
-corrupt pages go at once. A lease that cannot be released ends by itself.
+and incarnation. They go with the next request for pages, or ``DELAY_S`` after the first of them in
+the background; reports of corrupt pages go at once. A lease that cannot be released ends by itself.
 """
 
 from __future__ import annotations
@@ -53,8 +53,18 @@ class Releases:
             return
         ended.append(lease_id)
         if len(ended) >= PAGES_PER_MESSAGE_MAX:
-            del self._ended[place]
             self._background.spawn(self._send(link, _message(incarnation, ended)), name)
+            ended.clear()
+
+    def claim(self, link: StoreLink) -> ReleasePages | None:
+        """What is to be released at the present incarnation of ``link``'s node; the caller does."""
+        incarnation = link.incarnation
+        ended = self._ended.get((link, incarnation)) if incarnation is not None else None
+        if not ended or incarnation is None:
+            return None
+        message = _message(incarnation, ended)
+        ended.clear()
+        return message
 
     async def _send_soon(self, place: _Place) -> None:
         try:

@@ -67,7 +67,8 @@ async def get_one(
         return None
     sent_s = asyncio.get_running_loop().time()
     try:
-        reply = await link.call(AcquirePages(keys=(key,)), PagesAcquired, deadline_s=deadline_s)
+        request = AcquirePages(keys=(key,), first=parts.releases.claim(link))
+        reply = await link.call(request, PagesAcquired, deadline_s=deadline_s)
     except TransferError:
         return None
     if not reply.pages:

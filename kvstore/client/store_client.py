@@ -66,6 +66,8 @@ class StoreClient:
             config=config,
             counters=self._counters,
         )
+        self._incarnation = identity.incarnation
+        self._num_clears = 0
         self._background = Background()
         self._parts = ClientParts(
             spec=spec,
@@ -150,8 +152,10 @@ class StoreClient:
         Raises:
             TransferError: a node could not be told; its pages may still be there.
         """
+        self._num_clears += 1
+        clear_id = f"{self._incarnation}/{self._num_clears}"
         calls = [
-            link.call(ClearStore(namespace), StoreDone, deadline_s=deadline_s)
+            link.call(ClearStore(namespace, clear_id), StoreDone, deadline_s=deadline_s)
             for link in self.links.all()
         ]
         done = await asyncio.gather(*calls, return_exceptions=True)

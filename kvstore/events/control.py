@@ -59,10 +59,12 @@ def packed_chunks(packed: bytes) -> Iterator[bytes]:
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
     """Forget the local cache, or one namespace of it (``kvstore.keys.namespace_of``).
 
-    Pages of running requests stay theirs. Reply: ``CacheCleared``.
+    Pages of running requests stay theirs. ``clear_id``: as in ``kvstore.messages.ClearStore``.
+    Reply: ``CacheCleared``.
     """
 
     namespace: bytes | None = None
+    clear_id: str = ""
 
 
 class CacheCleared(msgspec.Struct, frozen=True, kw_only=True, tag="cache_cleared"):

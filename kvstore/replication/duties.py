@@ -104,6 +104,21 @@ class Duties:
                 to[node_id] = [keys[i] for i in np.flatnonzero(holds).tolist()]
         return Owed(to, [keys[i] for i in np.flatnonzero(~here).tolist()])
 
+    def asked_before(self, keys: Sequence[PageKey]) -> dict[NodeId, list[PageKey]]:
+        """Who should hold ``keys`` and is asked for them before this node."""
+        placement = self.nodes.placement
+        if not self.others or not keys:
+            return {}
+        ranks = placement.ranks(keys, self._replicas)
+        own = np.array([node_id == self._own for node_id in placement.node_ids], dtype=np.bool_)
+        before = np.cumsum(own[ranks], axis=1) == 0
+        to: dict[NodeId, list[PageKey]] = {}
+        for position, node_id in enumerate(placement.node_ids):
+            asked = ((ranks == position) & before).any(axis=1)
+            if asked.any():
+                to[node_id] = [keys[i] for i in np.flatnonzero(asked).tolist()]
+        return to
+
     def substitutes(
         self, keys: Sequence[PageKey], down: Container[NodeId]
     ) -> dict[NodeId, list[PageKey]]:

@@ -1,8 +1,8 @@
 """This node's own pages, as its replicator uses them.
 
 Owns the bridge between replication and the node it runs in. Pages are leased, reserved, committed
-and checked by the same messages that clients send, answered in place; the three questions that no
-client asks are the ``Holdings`` interface, which the directory implements.
+and checked by the same messages that clients send, answered in place; the questions that no client
+asks are the ``Holdings`` interface, which the directory implements.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from kvstore.page import PageKey, PageSpec
+from kvstore.replication.clears import Clears
 from kvstore.store import PutPolicy
 from transfer.channel import Caller, Service
 from transfer.identity import Identity
@@ -41,6 +42,10 @@ class Holdings(Protocol):
         """Geometry and policy of a present page."""
         ...
 
+    def forget(self, keys: Sequence[PageKey]) -> int:
+        """Make present pages absent; returns how many there were."""
+        ...
+
     def cool(self, keys: Sequence[PageKey]) -> int:
         """Make these pages the first to be evicted; returns how many there were."""
         ...
@@ -53,11 +58,18 @@ class OwnNode:
         service: the node's handlers.
         identity: the node's; its own requests carry it.
         region: the segment's memory; copies arrive in it.
+        clears: what the node was told to forget lately.
     """
 
     def __init__(
-        self, service: Service, holdings: Holdings, identity: Identity, region: Region
+        self,
+        service: Service,
+        holdings: Holdings,
+        identity: Identity,
+        region: Region,
+        clears: Clears,
     ) -> None:
+        self.clears = clears
         self.holdings = holdings
         self.identity = identity
         self.region = region

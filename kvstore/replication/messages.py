@@ -28,7 +28,7 @@ from kvstore.store import PutPolicy
 class CopyStatus(StrEnum):
     """TAKEN: copied and verified. PRESENT: it was there. WRITING: another writer is at it.
     REFUSED: no room, or the key is taken by other tokens. TORN: what arrived does not hash to the
-    record. BROKEN: the bytes could not be read."""
+    record. BROKEN: the bytes could not be read. CLEARED: they are being forgotten everywhere."""
 
     TAKEN = "taken"
     PRESENT = "present"
@@ -36,16 +36,21 @@ class CopyStatus(StrEnum):
     REFUSED = "refused"
     TORN = "torn"
     BROKEN = "broken"
+    CLEARED = "cleared"
 
 
 class TakeCopies(msgspec.Struct, frozen=True, kw_only=True, tag="take_copies"):
-    """Please hold these pages, too. Their bytes lie still for ``lease_s`` from the request on."""
+    """Please hold these pages, too. Their bytes lie still for ``lease_s`` from the request on.
+
+    ``clears``: done by the sender before it leased them (``kvstore/replication/clears.py``).
+    """
 
     spec: PageSpec
     policy: PutPolicy
     read_token: bytes
     lease_s: float
     pages: tuple[LeasedPage, ...]
+    clears: tuple[str, ...] = ()
 
 
 class CopiesTaken(msgspec.Struct, frozen=True, tag="copies_taken"):

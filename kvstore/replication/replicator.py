@@ -8,7 +8,8 @@ directory, no segment: its own node answers it as it answers clients (``OwnNode`
 
     committed ──▶ Duties: who else? ──▶ CopyQueue ──▶ CopySender ──TakeCopies──▶ CopyReceiver
     view changed ──▶ Repair ──what do you lack?──▶ ▲
-    read often ──▶ HotPages ──more nodes───────────┘
+    read often ──▶ HotPages ──more nodes───────────┤
+    read here, others asked before ──▶ Mending ────┘
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvstore.replication.copy_queue import CopyQueue
 from kvstore.replication.duties import Duties, Nodes
 from kvstore.replication.heat import HotPages
 from kvstore.replication.holdings import OwnNode, now_s
+from kvstore.replication.mending import Mending
 from kvstore.replication.messages import (
     AwaitCopies,
     CopiesAwaited,
@@ -58,8 +60,10 @@ SHOWN = (  # counters that are there before they have counted anything
     "copies_refused",
     "copies_torn",
     "copies_broken",
+    "copies_cleared",
     "copies_given_up",
     "copies_overflowed",
+    "copies_mended",
     "copies_received",
     "copied_nbytes",
     "compared",
@@ -92,6 +96,8 @@ class Replicator:
         self._repair = Repair(own, self._duties, self._queue, self._senders, self.counters)
         self._receiver = CopyReceiver(own, transfer, self.counters, self._arriving)
         self._hot = None if config.hot_reads is None else HotPages(config.hot_reads, self._replicas)
+        name = f"{own.identity.node_id} mending"
+        self._mending = Mending(self._duties, self._queue, self._senders, self.counters, name)
         self._view = MembershipView()
         self._draining = False
         self._closed = False
@@ -217,7 +223,10 @@ class Replicator:
 
     def spread(self, keys: Sequence[PageKey]) -> bytes:
         """Pages are being read: count that; returns how many nodes hold each (``HotPages``)."""
-        if self._hot is None or not keys or not self._senders:
+        if self._closed or not keys or not self._senders:
+            return b""
+        self._mending.note(keys)
+        if self._hot is None:
             return b""
         num_nodes_max = min(len(self._duties.nodes.placement), SPREAD_MAX)
         for key, num_nodes in self._hot.note(keys, num_nodes_max, now_s()):
@@ -287,6 +296,7 @@ class Replicator:
     async def close(self) -> None:
         self.abort()
         await self._repair.close()
+        await self._mending.close()
         for sender in self._senders.values():
             await sender.close()
         await asyncio.gather(*self._leaving, return_exceptions=True)
@@ -296,6 +306,7 @@ class Replicator:
         """Stop copying at once. Idempotent."""
         self._closed = True
         self._repair.abort()
+        self._mending.abort()
         for sender in self._senders.values():
             sender.abort()
         for task in self._leaving:

@@ -131,7 +131,7 @@ class CopySender:
         limit = self._num_pages(keys)
         self._queue.put_back(self.node_id, keys[limit:])
         keys = keys[:limit]
-        started_s = now_s()
+        started_s, cleared = now_s(), self._own.clears.done()
         request = AcquirePages(keys=tuple(keys), touch=False)
         leased = await self._own.ask(request, PagesAcquired, deadline_s=started_s + OWN_TIMEOUT_S)
         corrupt: list[PageGrant] = []
@@ -142,7 +142,7 @@ class CopySender:
             self._queue.settle(self.node_id, gone, made=False)
             end_s = started_s + leased.lease_s * LEASE_SHARE
             for batch in self._batches(here):
-                await self._send_batch(batch, end_s, corrupt)
+                await self._send_batch(batch, end_s, cleared, corrupt)
         finally:
             if leased.pages:
                 await self._release(leased, tuple(corrupt))
@@ -167,7 +167,9 @@ class CopySender:
                 self._queue.settle(self.node_id, [key], made=False)
         return [_Batch(kept_as, tuple(pages)) for kept_as, pages in groups.items()]
 
-    async def _send_batch(self, batch: _Batch, end_s: float, corrupt: list[PageGrant]) -> None:
+    async def _send_batch(
+        self, batch: _Batch, end_s: float, cleared: tuple[str, ...], corrupt: list[PageGrant]
+    ) -> None:
         left_s = end_s - now_s()
         message = TakeCopies(
             spec=batch.kept_as.spec,
@@ -175,6 +177,7 @@ class CopySender:
             read_token=self._own.read_token,
             lease_s=left_s,
             pages=batch.pages,
+            clears=cleared,
         )
         reply = await self.link.call(
             message, CopiesTaken, deadline_s=end_s, wait_s=max(0.0, left_s)

@@ -37,7 +37,8 @@ class Admission:
     ) -> list[Reservation]:
         """Grant slots for absent pages; the writer must commit each before its lease ends."""
         page_nbytes = spec.page_nbytes
-        spec_id = self._prepare(spec, page_nbytes)
+        spec_id = self._table.spec_id(spec)
+        self.last_page_nbytes = page_nbytes
         for page in pages:  # first all parents, so that none is evicted for its children
             parent = self._table.find(page.parent)
             if parent:
@@ -60,12 +61,6 @@ class Admission:
                 out.append(self._grant(page, spec_id, slot, policy, writer))
         self._evictor.end_request()
         return out
-
-    def _prepare(self, spec: PageSpec, page_nbytes: int) -> int | None:
-        self.last_page_nbytes = page_nbytes
-        if not len(self._table):
-            self._table.reserve(self._ledger.segment.nbytes // page_nbytes)
-        return self._table.spec_id(spec)
 
     def _grant(
         self,

@@ -52,7 +52,7 @@ from kvstore.server.usage import Usage
 from kvstore.server.watches import Watches
 from kvstore.store import DEFAULT_POLICY, PageIdentity, PageRecord, PageState, PutPolicy
 
-CLEAR_BATCH = 256  # pages forgotten at a time
+CLEAR_BATCH = 256  # rows looked at, and pages forgotten, at a time
 
 
 class Directory:
@@ -68,6 +68,7 @@ class Directory:
         quotas: fraction of the memory that is guaranteed, by namespace.
         pinned_max: fraction of the segment that may be pinned.
         half_life_s: of a page's heat.
+        seed: unknown to clients; they cannot choose keys that make the index slow.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class Directory:
         quotas: Mapping[bytes, float] | None = None,
         pinned_max: float = 0.25,
         half_life_s: float = 600.0,
+        seed: bytes = b"",
     ) -> None:
         self.segment = segment
-        self._table = PageTable()
+        self._table = PageTable(seed)
         self._tenants = Tenants(quotas or {}, low)
         self._ledger = Ledger(
             segment,
@@ -151,9 +153,9 @@ class Directory:
 
     def scan(self, cursor: int, num_max: int) -> tuple[list[PageKey], int | None]:
         """``kvstore.replication.holdings.Holdings``."""
-        rows = self._table.present_rows(cursor, num_max)
-        keys = [self._table.key(row) for row in rows]
-        return keys, rows[-1] + 1 if len(rows) == num_max else None
+        end = cursor + num_max
+        keys = [self._table.key(row) for row in self._table.present_rows(cursor, end)]
+        return keys, end if end < self._table.end_row else None
 
     def kept_as(self, key: PageKey) -> KeptAs | None:
         """``kvstore.replication.holdings.Holdings``."""
@@ -161,6 +163,10 @@ class Directory:
         if self._table.state[row] not in (READY, SPILLED):
             return None
         return KeptAs(self._table.spec_of(row), self._ledger.policy_of(row))
+
+    def forget(self, keys: Sequence[PageKey]) -> int:
+        """``kvstore.replication.holdings.Holdings``."""
+        return self._reading.clear([self._table.find(key) for key in keys])
 
     def cool(self, keys: Sequence[PageKey]) -> int:
         """``kvstore.replication.holdings.Holdings``."""
@@ -241,6 +247,10 @@ class Directory:
         return Usage(self._table)
 
     # ---- writing
+
+    def expect(self, tier_nbytes: int) -> None:
+        """There is a tier of this size, too: its pages need rows. Before the first page."""
+        self._ledger.capacity_nbytes += tier_nbytes
 
     def reserve(
         self,
@@ -333,11 +343,13 @@ class Directory:
     def clearing(self, namespace: bytes | None = None) -> Iterator[int]:
         """Likewise in batches, for callers with other things to do; yields how many each.
 
-        Writers in flight go on; pages stored after the start may stay.
+        Writers in flight go on; pages stored after the start may stay or go.
         """
-        rows = self._reading.present_rows(namespace)
-        for start in range(0, len(rows), CLEAR_BATCH):
-            yield self._reading.clear(rows[start : start + CLEAR_BATCH])
+        start = 0
+        while start < self._table.end_row:
+            rows = self._table.present_rows(start, start + CLEAR_BATCH)
+            yield self._reading.clear(self._reading.within(rows, namespace))
+            start += CLEAR_BATCH
 
     # ---- time
 

@@ -175,8 +175,9 @@ class Evictor:
         ledger.policy.cooled(row)
         ledger.dequeue(row)
         if ledger.evictable(row):
-            ledger.line.add_first(row)
-        ledger.offer(row)
+            ledger.line_up_first(row)
+        else:
+            ledger.offer(row)
 
     # ---- slabs
 

@@ -23,7 +23,6 @@ from kvstore.checksum import PageBytes, checksums, checksums_now, fit_inline
 from kvstore.config import (
     LEASES_MAX,
     MATCH_KEYS_MAX,
-    NAMESPACES_SHOWN_MAX,
     PAGES_PER_MESSAGE_MAX,
     WAIT_S_MAX,
     WATCHES_MAX,
@@ -59,6 +58,7 @@ from kvstore.messages import (
     unpack_keys,
 )
 from kvstore.page import KEY_NBYTES, PageKey
+from kvstore.replication.clears import Clears
 from kvstore.server.directory import Directory
 from kvstore.server.entry import Grant, Lease
 from kvstore.server.sessions import Sessions
@@ -108,7 +108,8 @@ class StoreHandlers:
         self.dropped: Callable[[Sequence[PageKey]], None] = lambda keys: None
         self.spread: Callable[[Sequence[PageKey]], bytes] = lambda keys: b""
         self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] = _nothing_spilled
-        self.sessions = Sessions(self._bury)
+        self.sessions = Sessions(lambda writer: directory.bury(writer, _now_s()))
+        self.clears = Clears()
         self.draining = False
         self.closed = False
 
@@ -145,25 +146,21 @@ class StoreHandlers:
         return PagesMatched(self._directory.match(message.keys, _now_s(), touch=message.touch))
 
     async def _stats(self, message: ReadStats, caller: Caller) -> StoreStats:
-        usage = self._directory.usage()
-        if message.num_namespaces > 0:
-            for _ in usage.steps():
-                await asyncio.sleep(0)
-        num_max = min(max(0, message.num_namespaces), NAMESPACES_SHOWN_MAX)
-        return StoreStats(
-            numbers=self._numbers(), facts=self._facts(), namespaces=usage.largest(num_max)
-        )
+        largest = await self._directory.usage().counted(message.num_namespaces)
+        return StoreStats(numbers=self._numbers(), facts=self._facts(), namespaces=largest)
 
     async def _clear_cache(self, message: ClearCache, caller: Caller) -> CacheCleared:
         """Likewise, as every node with a cache is asked by the gateway."""
-        done = await self._clear(ClearStore(message.namespace), caller)
+        done = await self._clear(ClearStore(message.namespace, message.clear_id), caller)
         return CacheCleared(num_pages=done.count)
 
     async def _clear(self, message: ClearStore, caller: Caller) -> StoreDone:
         count = 0
+        self.clears.begin(message.clear_id, message.namespace, _now_s())
         for num_cleared in self._directory.clearing(message.namespace):
             count += num_cleared
             await asyncio.sleep(0)  # a million pages take seconds: others are served meanwhile
+        self.clears.end(message.clear_id)
         return StoreDone(count)
 
     # ---- writing
@@ -243,6 +240,8 @@ class StoreHandlers:
         self, message: AcquirePages, caller: Caller
     ) -> PagesAcquired | Awaitable[PagesAcquired]:
         self._admit(len(message.keys))
+        if message.first is not None and message.first.incarnation == self._incarnation:
+            self._end_leases(message.first)
         if self._directory.num_leases >= LEASES_MAX:
             raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
         if self._directory.num_spilled:
@@ -336,9 +335,6 @@ class StoreHandlers:
 
     def _unpin(self, message: UnpinPages, caller: Caller) -> PagesPinned:
         return PagesPinned(bytes(self._directory.unpin(self._unpack(message.keys))))
-
-    def _bury(self, writer: str) -> None:
-        self._directory.bury(writer, _now_s())
 
     # ---- shared
 

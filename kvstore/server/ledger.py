@@ -35,6 +35,7 @@ class Ledger:
     """See the module's docstring.
 
     Attributes:
+        capacity_nbytes: of all tiers; growing to that many pages costs no pause.
         now: logical time: one per request. now_s: the latest time that was passed in.
         line: pages chosen to go next.
         num_on_ssd: pages with a copy on the SSD, in memory or not.
@@ -65,6 +66,7 @@ class Ledger:
         self.slabs = SlabStamps()
         self.now = 1
         self.now_s = 0.0
+        self.capacity_nbytes = segment.nbytes
         self.num_on_ssd = 0
         self.removals: dict[PageKey, None] = {}
         self.vacated: list[int] = []
@@ -142,6 +144,8 @@ class Ledger:
         self.table.on_ssd[row] = on_ssd
 
     def _index(self, page: PageIdentity, spec_id: int, policy: PutPolicy) -> int:
+        if not len(self.table):
+            self.table.reserve(self.capacity_nbytes // self.table.specs[spec_id].page_nbytes)
         row = self.table.add(page, spec_id, policy.namespace)
         lasts_s = policy.priority_s
         until_s = None if lasts_s is None else self.now_s + lasts_s
@@ -330,6 +334,11 @@ class Ledger:
     def line_up(self, row: int) -> None:
         """An eligible page that is in no queue goes next; its parent may be chosen after it."""
         self.line.add(row)
+        self._bequeath(row)
+
+    def line_up_first(self, row: int) -> None:
+        """Likewise, ahead of all others of its tenant and priority."""
+        self.line.add_first(row)
         self._bequeath(row)
 
     def dequeue(self, row: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Callable
 
 from kvstore.config import StoreConfig
@@ -35,6 +36,8 @@ from transfer.membership import Membership, NodeInfo, NodeStatus
 
 log = logging.getLogger(__name__)
 
+SEED_NBYTES = 16  # unknown to clients
+
 
 class StoreNode:
     """One store node. Stores state no contract: a segment serves pages of any spec.
@@ -53,6 +56,7 @@ class StoreNode:
         membership: Membership,
         wall_clock: Callable[[], float] | None = None,
         tier: Tier | None = None,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -70,6 +74,7 @@ class StoreNode:
             quotas=config.quotas_by_name(),
             pinned_max=config.pinned_max,
             half_life_s=config.half_life_s,
+            seed=random_bytes(SEED_NBYTES),
         )
         self._events = KvEventPublisher(self._directory.event_log)
         self._event_labels: dict[str, str] = {}
@@ -142,13 +147,14 @@ class StoreNode:
         """Index what the tier kept from a life before; from here on pages move."""
         clock = asyncio.get_running_loop().time
         tiering = Tiering(self._directory, tier, region.view, now_s=clock)
+        self._directory.expect(tier.nbytes)
         num_found = await tiering.adopt()
         log.info("store %s: %d pages on the SSD", self.identity.node_id, num_found)
         handlers.promote = tiering.promote
         return tiering
 
     def _replicate(self, service: Service, handlers: StoreHandlers, region: Region) -> Replicator:
-        own = OwnNode(service, self._directory, self.identity, region)
+        own = OwnNode(service, self._directory, self.identity, region, handlers.clears)
         PageTaker(own, self._directory, self._transfer, handlers.counters).add_to(service)
         replicator = Replicator(self.config, own, network=self._network, transfer=self._transfer)
         replicator.add_to(service)

@@ -37,7 +37,7 @@ ABSENT, WRITING, READY, SPILLED = (STATES.index(state) for state in PageState)
 FENCED, DROPPED = len(STATES), len(STATES) + 1  # not indexed, slot still owed
 CANDIDATE, IN_LINE = 1, 2  # values of ``queued``
 
-ROWS_AHEAD_MAX = 1 << 20  # rows made at once: memory that is not touched is not used
+ROWS_AHEAD_MAX = 1 << 24  # rows made at once: memory that is not touched is not used
 SPECS_MAX = 1024  # page geometries on one node
 
 _DTYPES = {
@@ -66,6 +66,9 @@ _DTYPES = {
 class PageTable:
     """See the module's docstring. Columns are attributes; those named ``*s`` are numpy arrays.
 
+    Args:
+        seed: of the indexes by key.
+
     Attributes:
         state, pinned, on_ssd, priority, depth: of the page.
         num_holds: read leases and other reasons to keep the slot as it is.
@@ -75,9 +78,9 @@ class PageTable:
         trunk: of the page's parent; children: the trunk of its children, 0 without any.
     """
 
-    def __init__(self) -> None:
-        self.index = KeyIndex()
-        self.trunks = Trunks()
+    def __init__(self, seed: bytes = b"") -> None:
+        self.index = KeyIndex(seed)
+        self.trunks = Trunks(seed)
         self.namespaces = Names()
         self.specs: list[PageSpec] = []
         self._page_nbytes: list[int] = []  # by spec: asked for often, a spec computes it each time
@@ -270,11 +273,11 @@ class PageTable:
         """The first row that was never used."""
         return self._rows.end
 
-    def present_rows(self, start: int, num_max: int) -> list[int]:
-        """Up to ``num_max`` rows of pages in memory or on the SSD, from row ``start`` on."""
-        states = self.states[start : self._rows.end]
-        found = np.flatnonzero((states == READY) | (states == SPILLED))[:num_max]
-        return [int(row) + start for row in found]
+    def present_rows(self, start: int, end: int) -> list[int]:
+        """Rows ``start..end-1`` of pages in memory or on the SSD."""
+        states = self.states[start : min(end, self._rows.end)]
+        found = np.flatnonzero((states == READY) | (states == SPILLED))
+        return [row + start for row in found.tolist()]
 
     def indexed_rows(self) -> list[int]:
         """All indexed rows, in order; O(rows)."""

@@ -144,28 +144,20 @@ class Reading:
 
     # ---- forgetting
 
-    def present_rows(self, namespace: bytes | None) -> list[tuple[int, int]]:
-        """Rows and generations of all present pages, or of those of one namespace; O(rows)."""
-        table = self._table
-        number = None if namespace is None else table.namespaces.find(namespace)
-        if namespace is not None and number is None:
-            return []
-        return [
-            (row, table.generation[row])
-            for row in table.indexed_rows()
-            if table.state[row] in (READY, SPILLED)
-            and (number is None or table.namespace[row] == number)
-        ]
+    def within(self, rows: Sequence[int], namespace: bytes | None) -> Sequence[int]:
+        """Those of ``rows`` that are of ``namespace``; all when it is None."""
+        if namespace is None:
+            return rows
+        number = self._table.namespaces.find(namespace)
+        return [row for row in rows if self._table.namespace[row] == number]
 
-    def clear(self, rows: Sequence[tuple[int, int]]) -> int:
-        """Forget those of ``rows`` that are still the pages they were."""
-        table, count = self._table, 0
-        for row, generation in rows:
-            if table.state[row] in (READY, SPILLED) and table.generation[row] == generation:
-                self._ledger.unindex(row)
-                count += 1
-        self._ledger.counters["cleared"] += count
-        return count
+    def clear(self, rows: Sequence[int]) -> int:
+        """Forget those of ``rows`` that are present; returns how many."""
+        present = [row for row in rows if self._table.state[row] in (READY, SPILLED)]
+        for row in present:
+            self._ledger.unindex(row)
+        self._ledger.counters["cleared"] += len(present)
+        return len(present)
 
     def check(self) -> None:
         holds: dict[int, int] = {}

@@ -20,7 +20,7 @@ class Sessions:
     ended: called with a client's incarnation when its last session has ended.
     """
 
-    def __init__(self, ended: Callable[[str], None]) -> None:
+    def __init__(self, ended: Callable[[str], object]) -> None:
         self._ended = ended
         self._sessions: Counter[str] = Counter()
 

@@ -15,11 +15,11 @@ from kvstore.server.key_index import KeyIndex
 
 
 class Trunks:
-    """See the module's docstring. Trunk 0 is none."""
+    """See the module's docstring. Trunk 0 is none. ``seed``: of the index."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: bytes = b"") -> None:
         self._columns = Columns(page="i4", num_children="i4", num_resident="i4", num_staying="i4")
-        self._index = KeyIndex()
+        self._index = KeyIndex(seed)
         self._pool = RowPool()
         self._fetch()
 

@@ -6,10 +6,12 @@ comes or goes while it counts may be in the answer or not: it is for people.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
 
+from kvstore.config import NAMESPACES_SHOWN_MAX
 from kvstore.messages import NamespaceUsage
 from kvstore.server.page_table import READY, SPILLED, PageTable
 
@@ -49,6 +51,15 @@ class Usage:
             before = self._counts.get(number, (0, 0, 0))
             more = (int(pages[number]), int(memory[number]), int(ssd[number]))
             self._counts[number] = (before[0] + more[0], before[1] + more[1], before[2] + more[2])
+
+    async def counted(self, num_max: int) -> tuple[NamespaceUsage, ...]:
+        """Count, letting others run, and return the largest; nothing when ``num_max`` is 0."""
+        num_max = min(num_max, NAMESPACES_SHOWN_MAX)
+        if num_max <= 0:
+            return ()
+        for _ in self.steps():
+            await asyncio.sleep(0)
+        return self.largest(num_max)
 
     def largest(self, num_max: int) -> tuple[NamespaceUsage, ...]:
         """The namespaces that hold the most bytes, the largest first."""

@@ -38,6 +38,7 @@ class SsdConfig(BaseModel, frozen=True, extra="forbid"):
         flush_s: how long a stored page may be missing in the index after a crash.
         retry_s: how long a disk that failed is left alone before one page is tried again.
         read_errors_max: reads that fail in a row before reading is given up for ``retry_s``.
+        hung_s: a call of the disk that takes longer counts as failed; ``close`` waits no longer.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class SsdConfig(BaseModel, frozen=True, extra="forbid"):
     flush_s: float = Field(default=0.2, gt=0, le=60)
     retry_s: float = Field(default=30.0, gt=0, le=3600)
     read_errors_max: int = Field(default=8, ge=1, le=1024)
+    hung_s: float = Field(default=10.0, gt=0, le=3600)
 
     @field_validator("nbytes")
     @classmethod

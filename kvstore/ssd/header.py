@@ -133,12 +133,21 @@ def verifies(header: bytes) -> bool:
 
 
 def parse_header(header: bytes, specs: Specs) -> SlotHeader | None:
-    """Read a header that verifies; None when it says something that we would never write.
+    """Read a header that verifies; None when it says something that we would never write."""
+    page = parse_page(header, specs)
+    if page is None:
+        return None
+    uuid, offset, generation = _LAYOUT.unpack_from(header)[3:6]
+    return SlotHeader(page, uuid, offset, generation)
+
+
+def parse_page(header: bytes, specs: Specs) -> TierPage | None:
+    """The page in a header that verifies; None when it says something that we would never write.
 
     ``specs`` keeps one spec per geometry, so that a million headers share it.
     """
     fields = _LAYOUT.unpack_from(header)
-    (_, _, num_tokens, uuid, offset, generation, key, parent, namespace, checksum) = fields[:10]
+    (num_tokens, _, _, _, key, parent, namespace, checksum, page_nbytes) = fields[2:11]
     (depth, priority, parent_nbytes, namespace_nbytes, dtype, heat) = fields[15:]
     geometry = (*fields[10:15], dtype)
     spec = specs.get(geometry)
@@ -155,10 +164,9 @@ def parse_header(header: bytes, specs: Specs) -> SlotHeader | None:
         depth=depth,
         tokens=header[FIXED_NBYTES : FIXED_NBYTES + 4 * num_tokens],
         checksum=checksum,
-        page_nbytes=fields[10],
+        page_nbytes=page_nbytes,
     )
-    page = TierPage(record, spec, namespace[:namespace_nbytes], priority, heat)
-    return SlotHeader(page, uuid, offset, generation)
+    return TierPage(record, spec, namespace[:namespace_nbytes], priority, heat)
 
 
 def key_in(header: bytes) -> PageKey:

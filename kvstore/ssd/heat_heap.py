@@ -7,7 +7,9 @@ memory is a place per row and no more. Knows no pages: rows are small integers.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 
 class HeatHeap:
@@ -27,18 +29,18 @@ class HeatHeap:
         place = self._places[row]
         return place < len(self._rows) and self._rows[place] == row
 
-    def fill(self, rows: Sequence[int], heats: Sequence[float]) -> None:
+    def fill(self, rows: npt.NDArray[np.int64], heats: npt.NDArray[np.float64]) -> None:
         """Take rows sorted by heat into an empty heap: a sorted array is one already."""
         assert not self._rows, "not empty"
-        self._rows.extend(rows)
-        self._heats.extend(heats)
-        self._places.extend([0] * (max(rows, default=0) + 1 - len(self._places)))
-        for place, row in enumerate(rows):
-            self._places[row] = place
+        places = np.zeros(int(rows.max(initial=-1)) + 1, dtype=np.int64)
+        places[rows] = np.arange(len(rows), dtype=np.int64)
+        self._rows = array("q", rows.tobytes())
+        self._heats = array("d", heats.tobytes())
+        self._places = array("q", places.tobytes())
 
-    def coldest(self) -> tuple[int, float] | None:
-        """Row and heat of the coldest."""
-        return (self._rows[0], self._heats[0]) if self._rows else None
+    def coldest_row(self) -> int:
+        """The row of the coldest; not of an empty heap."""
+        return self._rows[0]
 
     def push(self, row: int, heat: float) -> None:
         assert row not in self, row

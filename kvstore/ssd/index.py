@@ -65,10 +65,11 @@ class Index:
                 " put back the file that belongs to it, or delete both"
             )
 
-    def new_life(self) -> int:
-        """Count this start, durably; generations of different lives never meet."""
+    def new_life(self, first: int) -> int:
+        """Count this start, durably; a new index counts from ``first``."""
         self._db.execute(
-            "INSERT INTO meta VALUES('life', 1) ON CONFLICT(name) DO UPDATE SET value = value + 1"
+            "INSERT INTO meta VALUES('life', ?) ON CONFLICT(name) DO UPDATE SET value = value + 1",
+            (first,),
         )
         self._checkpoint()
         life = self._db.execute("SELECT value FROM meta WHERE name='life'").fetchone()[0]

@@ -1,7 +1,7 @@
 """Changes of the index on their way to the disk.
 
 Owns what is not in the index yet, and when it goes there: together, ``flush_s`` after the first
-change, on the index lane. Before rows are committed the page file is synced, so that after a power
+change, on a thread. Before rows are committed the page file is synced, so that after a power
 loss hardly any row names a page that is not there; if one does, the page does not verify.
 
 A later change of an offset replaces an earlier one: what waits is bounded by the slots.
@@ -14,9 +14,9 @@ import sqlite3
 from collections.abc import Callable
 from functools import partial
 
+from kvstore.blocking_calls import BlockingCalls
 from kvstore.ssd.config import FLUSH_PAGES_MAX
 from kvstore.ssd.index import Index
-from kvstore.ssd.lanes import Lane, Lanes
 from kvstore.ssd.page_file import PageFile
 
 Changes = dict[int, bytes | None]
@@ -26,27 +26,30 @@ class Journal:
     """See the module's docstring.
 
     Args:
+        calls: one thread: commits follow one another.
         on_outcome: told after every commit: None, or what went wrong. Failed changes are kept and
-            tried again ``retry_s`` later.
+            tried again ``retry_s`` later. Told too when a commit takes longer than ``hung_s``.
     """
 
     def __init__(
         self,
         index: Index,
         file: PageFile,
-        lanes: Lanes,
+        calls: BlockingCalls,
         *,
         flush_s: float,
         retry_s: float,
+        hung_s: float,
         on_outcome: Callable[[str | None], None],
     ) -> None:
-        self._index, self._file, self._lanes = index, file, lanes
-        self._flush_s, self._retry_s = flush_s, retry_s
+        self._index, self._file, self._calls = index, file, calls
+        self._flush_s, self._retry_s, self._hung_s = flush_s, retry_s, hung_s
         self._on_outcome = on_outcome
         self._changes: Changes = {}
         self._stopped = False
         self._job: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None  # while a commit is under way
 
     def __len__(self) -> int:
         return len(self._changes)
@@ -69,24 +72,32 @@ class Journal:
             self._later(self._flush_s)
 
     async def flush(self, *, durable: bool) -> bool:
-        """Commit what waits now; False when the disk failed. When cancelled it goes on."""
-        while self._job is not None:
-            await asyncio.wait([self._job])  # its callback has looked at the outcome then
+        """Commit what waits now; False when the disk failed or hangs. When cancelled it goes on."""
+        while self._job is not None:  # its callback has looked at the outcome when it is None
+            done, _ = await asyncio.wait([self._job], timeout=self._hung_s)
+            if not done:
+                return False
         if not self._changes and not durable:
             return True
         job = self._start(durable=durable)
-        await asyncio.wait([job])
-        return job.exception() is None
+        done, _ = await asyncio.wait([job], timeout=self._hung_s)
+        return bool(done) and job.exception() is None
 
     def stop(self) -> None:
-        """No more changes and no more commits."""
+        """No more changes and no more commits; one that hangs is not spoken of any more."""
         self._stopped = True
         self._cancel_timer()
+        self._cancel_alarm()
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+
+    def _cancel_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None
 
     def _later(self, delay_s: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
@@ -99,9 +110,13 @@ class Journal:
     def _start(self, *, durable: bool) -> asyncio.Future[None]:
         self._cancel_timer()
         changes, self._changes = self._changes, {}
-        self._job = self._lanes.submit(Lane.INDEX, partial(self._commit, changes, durable))
-        self._job.add_done_callback(partial(self._committed, changes))
-        return self._job
+        self._job = job = self._calls.start(self._commit, changes, durable)
+        job.add_done_callback(partial(self._committed, changes))
+        self._alarm = asyncio.get_running_loop().call_later(self._hung_s, self._on_alarm)
+        return job
+
+    def _on_alarm(self) -> None:
+        self._on_outcome(f"index: a commit did not end in {self._hung_s:g} s")
 
     def _commit(self, changes: Changes, durable: bool) -> None:
         self._file.sync()
@@ -109,7 +124,10 @@ class Journal:
 
     def _committed(self, changes: Changes, job: asyncio.Future[None]) -> None:
         self._job = None
+        self._cancel_alarm()
         error = job.exception()
+        if self._stopped:
+            return
         if error is None:
             self._on_outcome(None)
             if self._changes:

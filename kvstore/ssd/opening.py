@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import sqlite3
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 PAGES_NAME = "pages.kvferry"
 INDEX_NAME = "index.kvferry"
 LOCK_NAME = "lock.kvferry"
-LIFE_BITS = 40  # a generation is the life of the file, and a count within it
+# A generation is the life of the file and, in its lower bits, a count within it. The index counts
+# lives; one that was lost begins anew somewhere, so that it hardly meets what lies in the slots.
+GENERATION_BITS, FIRST_LIFE_BITS = 40, 22
 
 
 Rows = tuple[list[int], list[bytes]]
@@ -51,18 +53,17 @@ class Opened(NamedTuple):
     uuid: bytes
     slabs: Slabs
     pages: Catalogue
-    headers: list[bytes]  # of the pages restored, in their order
+    headers: list[bytes]  # of the pages restored, the hottest first
     bad_rows: list[int]  # offsets
 
     def close(self) -> None:
-        self.database.close()
-        self.file.close()
-        self.lock.release()
+        with ExitStack() as last_first:
+            last_first.callback(self.lock.release)
+            last_first.callback(self.file.close)
+            last_first.callback(self.database.close)
 
 
-def open_tier(
-    config: SsdConfig, disk: Disk, random_bytes: Callable[[int], bytes], *, evicts: bool
-) -> Opened:
+def open_tier(config: SsdConfig, disk: Disk) -> Opened:
     """Open or make the tier's files.
 
     Raises:
@@ -76,7 +77,8 @@ def open_tier(
             path = config.path / PAGES_NAME
             _room(config, path)
             if not path.exists():
-                _make(path, Superblock(random_bytes(UUID_NBYTES), slab_nbytes_for(config.nbytes)))
+                uuid = secrets.token_bytes(UUID_NBYTES)
+                _make(path, Superblock(uuid, slab_nbytes_for(config.nbytes)))
             _whose(path)
             file = disk.open(path, config.nbytes)
             undo.callback(file.close)
@@ -101,7 +103,7 @@ def open_tier(
         restored, headers, bad_rows = restore(*rows, superblock.uuid, slabs, end)
         if bad_rows:
             log.warning("%s: %d of %d rows dropped", config.path, len(bad_rows), len(rows[0]))
-        pages = Catalogue(slabs, first_generation=life << LIFE_BITS, evicts=evicts)
+        pages = Catalogue(slabs, first_generation=life << GENERATION_BITS)
         pages.restore(restored)
         undo.pop_all()
         return Opened(lock, file, index, superblock.uuid, slabs, pages, headers, bad_rows)
@@ -185,7 +187,8 @@ def _index(path: Path, uuid: bytes) -> tuple[Index, Rows, int]:
 def _read_index(path: Path, uuid: bytes) -> tuple[Index, Rows, int]:
     index = Index(path, uuid)
     try:
-        return index, index.rows(), index.new_life()
+        first_life = 1 + secrets.randbits(FIRST_LIFE_BITS)
+        return index, index.rows(), index.new_life(first_life)
     except BaseException:
         index.close()
         raise

@@ -5,7 +5,10 @@ the tier (``kvstore/ssd/tier.py``).
 
 ::
 
-    slot ──READ lane: read, verify──▶ bounce ──copy──▶ caller
+    slot ──thread: read, verify──▶ bounce ──copy──▶ caller
+
+A caller who gives up, and one for whom the disk takes too long, leaves the read to itself: the slot
+stays pinned and the memory out until the thread is done with both.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from kvstore.blocking_calls import BlockingCalls
 from kvstore.page import PageKey
 from kvstore.ssd.bounce import BouncePool, copy
 from kvstore.ssd.catalogue import Catalogue, Grant
 from kvstore.ssd.config import BOUNCE_NBYTES, LOADS_MAX
-from kvstore.ssd.disk_state import DiskState
-from kvstore.ssd.lanes import Lane, Lanes
+from kvstore.ssd.health import DiskState
 from kvstore.ssd.slot_io import Damage, Found, SlotIO
 from kvstore.store import PageRecord
 
@@ -39,62 +42,62 @@ class PageReader:
         self,
         pages: Catalogue,
         slots: SlotIO,
-        lanes: Lanes,
+        calls: BlockingCalls,
         disk: DiskState,
         *,
         remove: Callable[[PageKey], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._pages, self._slots, self._lanes, self._disk = pages, slots, lanes, disk
+        self._pages, self._slots, self._calls, self._disk = pages, slots, calls, disk
         self._remove = remove
         self._memory = BouncePool(BOUNCE_NBYTES // 2)
-        self._num_loads = 0
+        self._num_pinned = 0
         self._idle = asyncio.Event()
+        self._idle.set()
 
     def __len__(self) -> int:
-        """Loads under way."""
-        return self._num_loads
+        """Loads under way, those included that nobody waits for any more."""
+        return self._num_pinned
 
     async def drain(self) -> None:
         """Return when no load and no read is under way; none may begin meanwhile."""
-        while self._memory.num_out or self._num_loads:
-            await self._idle.wait()
-            await asyncio.sleep(0)
+        await self._idle.wait()
 
     async def load(self, key: PageKey, into: memoryview) -> PageRecord | None:
-        if self._num_loads >= LOADS_MAX:
+        if len(self) >= LOADS_MAX:
             self.counters["loads_refused"] += 1
+            return None
+        if not self._disk.may_read():
             return None
         grant = self._pages.pin(key)
         if grant is None:
             self.counters["misses"] += 1
             return None
-        self._num_loads += 1
+        self._num_pinned += 1
         self._idle.clear()
         try:
-            return await self._load(key, grant, into)
-        finally:
-            self._num_loads -= 1
+            async with asyncio.timeout(self._disk.hung_s):
+                return await self._load(grant, into)
+        except TimeoutError:
+            self._disk.read_hung()
+            return None
 
-    async def _load(self, key: PageKey, grant: Grant, into: memoryview) -> PageRecord | None:
-        """Read, copy, let go. The slot is pinned and the buffer held until the thread is done."""
+    async def _load(self, grant: Grant, into: memoryview) -> PageRecord | None:
+        """Read, copy, let go; ``into`` is not touched any more when this ends, however it ends."""
         assert len(into) == grant.page_nbytes, (len(into), grant.page_nbytes)
         try:
             buffer = await self._memory.take(grant.slot_nbytes)
-        except asyncio.CancelledError:
-            self._pages.unpin(grant)
+        except BaseException:
+            self._unpin(grant)
             raise
-        if not self._disk.may_read():
-            self._let_go(grant, buffer)
-            return None
-        job = self._lanes.submit(Lane.READ, partial(self._slots.read, key, grant, buffer))
+        job = self._calls.start(self._slots.read, grant, buffer)
         try:
             await asyncio.wait([job])
         except asyncio.CancelledError:
-            job.add_done_callback(partial(self._abandoned, key, grant, buffer))
+            job.add_done_callback(partial(self._abandoned, grant, buffer))
             raise
         try:
-            found = self._judge(key, grant, job)
+            found = self._judge(grant, job)
             if found is None:
                 return None
             await copy(into, buffer[found.page_at : found.page_at + grant.page_nbytes])
@@ -104,24 +107,24 @@ class PageReader:
         self.counters["loaded_nbytes"] += grant.page_nbytes
         return found.header.page.record
 
-    def _judge(
-        self, key: PageKey, grant: Grant, job: asyncio.Future[Found | Damage]
-    ) -> Found | None:
+    def _judge(self, grant: Grant, job: asyncio.Future[Found | Damage]) -> Found | None:
         """What was read, if it is the page; forgets it if not."""
         error = job.exception()
         if error is not None and not isinstance(error, OSError):
             raise error
-        if not self._pages.is_held(grant):
-            return None  # removed while it was read
         if isinstance(error, OSError):
             self.counters["read_errors"] += 1
             self._disk.read_failed(error)
-            self._drop(key, "error")
+        else:
+            self._disk.read()
+        if not self._pages.is_held(grant):
+            return None  # removed while it was read
+        if error is not None:
+            self._drop(grant.key, "error")
             return None
-        self._disk.read()
         result = job.result()
         if isinstance(result, Damage):
-            self._drop(key, result)
+            self._drop(grant.key, result)
             return None
         return result
 
@@ -131,17 +134,19 @@ class PageReader:
         self._remove(key)
 
     def _abandoned(
-        self,
-        key: PageKey,
-        grant: Grant,
-        buffer: memoryview,
-        job: asyncio.Future[Found | Damage],
+        self, grant: Grant, buffer: memoryview, job: asyncio.Future[Found | Damage]
     ) -> None:
-        self._judge(key, grant, job)
-        self._let_go(grant, buffer)
+        try:
+            self._judge(grant, job)
+        finally:
+            self._let_go(grant, buffer)
 
     def _let_go(self, grant: Grant, buffer: memoryview) -> None:
         self._memory.give(buffer)
+        self._unpin(grant)
+
+    def _unpin(self, grant: Grant) -> None:
         self._pages.unpin(grant)
-        if not self._memory.num_out:
+        self._num_pinned -= 1
+        if not self._num_pinned:
             self._idle.set()

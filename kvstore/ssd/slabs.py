@@ -31,14 +31,19 @@ class Slab:
         self.slot_nbytes = slot_nbytes
         self.used = bytearray(num_slots)
         self.rows = array("q", bytes(8 * num_slots))
+        self.is_closed = False  # no slot of it is granted: it is being emptied
         self.free = array("q", range(num_slots - 1, -1, -1))  # the last one goes first
+
+    def in_steps(self, num_slots: int) -> Iterator[list[int]]:
+        """The rows held, as they are at each step over so many slots."""
+        for start in range(0, len(self.used), num_slots):
+            part = slice(start, start + num_slots)
+            held = zip(self.rows[part], self.used[part], strict=True)
+            yield [row for row, used in held if used]
 
     @property
     def num_used(self) -> int:
         return len(self.used) - len(self.free)
-
-    def held_rows(self) -> Iterator[int]:
-        return (row for row, used in zip(self.rows, self.used, strict=True) if used)
 
 
 class Slabs:
@@ -55,6 +60,16 @@ class Slabs:
         if slot_nbytes > self.slab_nbytes:
             return False
         return bool(self._empty) or bool(self._partial.get(slot_nbytes))
+
+    @property
+    def num_used(self) -> int:
+        return sum(slab.num_used for slab in self._slabs.values())
+
+    def holds(self, offset: int, slot_nbytes: int) -> bool:
+        """True when a slot of that size begins there and is in use."""
+        slab = self.slab_at(offset)
+        i, beside = divmod(offset - self.offset_of(slab.index), slab.slot_nbytes)
+        return not beside and slab.slot_nbytes == slot_nbytes and bool(slab.used[i])
 
     def allocate(self, slot_nbytes: int, row: int) -> int | None:
         """Return the offset of a slot, now held by ``row``; None when there is no room."""
@@ -77,11 +92,25 @@ class Slabs:
         assert slab.used[i], f"slot at {offset} is free"
         slab.used[i] = 0
         slab.free.append(i)
-        self._partial.setdefault(slab.slot_nbytes, {})[slab.index] = slab
         if not slab.num_used:
-            del self._partial[slab.slot_nbytes][slab.index]
+            self._partial.get(slab.slot_nbytes, {}).pop(slab.index, None)
             del self._slabs[slab.index]
             heapq.heappush(self._empty, slab.index)
+        elif not slab.is_closed:
+            self._partial.setdefault(slab.slot_nbytes, {})[slab.index] = slab
+
+    def close(self, slab: Slab) -> None:
+        """Grant no slot of ``slab`` until it is empty, or reopened."""
+        slab.is_closed = True
+        partial = self._partial.get(slab.slot_nbytes, {})
+        if partial.get(slab.index) is slab:
+            del partial[slab.index]
+
+    def reopen(self, slab: Slab) -> None:
+        """Undo ``close``; does nothing for a slab that was emptied."""
+        slab.is_closed = False
+        if self._slabs.get(slab.index) is slab and slab.free:
+            self._partial.setdefault(slab.slot_nbytes, {})[slab.index] = slab
 
     def slab_at(self, offset: int) -> Slab:
         return self._slabs[(offset - BLOCK_NBYTES) // self.slab_nbytes]
@@ -128,7 +157,7 @@ class Slabs:
         for slab in self._slabs.values():
             assert slab.num_used == sum(slab.used) > 0, slab.index
             in_partial = slab.index in self._partial.get(slab.slot_nbytes, {})
-            assert in_partial == bool(slab.free), slab.index
+            assert in_partial == bool(slab.free and not slab.is_closed), slab.index
             assert all(not slab.used[i] for i in slab.free), slab.index
 
     def _open(self, index: int, slot_nbytes: int) -> Slab:

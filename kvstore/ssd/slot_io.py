@@ -1,7 +1,7 @@
 """Writing and reading one slot, on a thread.
 
 Owns the order of bytes in a slot and the verdict on what is read. Knows no loop: its methods are
-jobs for a lane. Touches only the buffers it is given, never a caller's memory.
+calls for a thread. Touches only the buffers it is given, never a caller's memory.
 
     slot = header | page | zeros up to a multiple of 4,096
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvstore.page import PageKey
 from kvstore.ssd.catalogue import Grant
 from kvstore.ssd.header import SlotHeader, header_at, page_verifies, parse_header
 from kvstore.ssd.page_file import PageFile
@@ -58,8 +57,8 @@ class SlotIO:
         self._file.write(header.offset, buffer)
         return True
 
-    def read(self, key: PageKey, grant: Grant, buffer: memoryview) -> Found | Damage:
-        """Read the slot of ``grant`` and verify that it holds ``key`` as granted.
+    def read(self, grant: Grant, buffer: memoryview) -> Found | Damage:
+        """Read the slot of ``grant`` and verify that it holds what was granted.
 
         Raises:
             OSError: the disk failed.
@@ -73,7 +72,8 @@ class SlotIO:
             return Damage.HEADER
         record = header.page.record
         where = (header.uuid, header.offset, header.generation, record.key, record.page_nbytes)
-        if where != (self._uuid, grant.offset, grant.generation, key, grant.page_nbytes):
+        wanted = (self._uuid, grant.offset, grant.generation, grant.key, grant.page_nbytes)
+        if where != wanted:
             return Damage.MISPLACED
         page = buffer[len(raw) : len(raw) + record.page_nbytes]
         if not page_verifies(header, page):

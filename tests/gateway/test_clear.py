@@ -29,6 +29,7 @@ class FakeStore:
     def __init__(self, name: str, *pages: int) -> None:
         self.identity = new_identity(Role.STORE, name)
         self.told: list[bytes | None] = []
+        self.clear_ids: dict[str, None] = {}
         self.unreachable = False
         self.refusal: RemoteFailed | None = None
         self._pages = list(pages)
@@ -44,6 +45,7 @@ class FakeStore:
         if self.refusal is not None:
             raise self.refusal
         self.told.append(message.namespace)
+        self.clear_ids[message.clear_id] = None
         return CacheCleared(num_pages=self._pages.pop(0) if self._pages else 0)
 
 
@@ -121,6 +123,9 @@ async def test_stores_are_told_until_nothing_is_left_but_not_for_ever(
     async with cluster_of(calm, monkeypatch=monkeypatch) as (d, _):
         await d.client.post(CLEAR, json={"all": True})
         assert calm.told == [None, None], "the second round finds nothing"
+        assert len(calm.clear_ids) == 1, "both rounds are the same clear"
+        await d.client.post(CLEAR, json={"all": True})
+        assert len(calm.clear_ids) == 2
 
 
 async def test_a_node_that_could_not_be_told_is_named_and_the_status_says_so(

@@ -49,6 +49,11 @@ class StoreCluster:
         self._transfers.append(transfer)
         return transfer
 
+    def always_write(self) -> None:
+        """Clients made from now on write their pages, also few of them."""
+        off = {"offer_nbytes_max": 0}
+        self.client_config = self.client_config.model_copy(update=off)
+
     def network(self) -> Network:
         network = self._make_network()
         self._networks.append(network)

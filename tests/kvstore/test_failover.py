@@ -47,6 +47,7 @@ async def started(
 async def test_a_put_survives_a_connection_that_is_reset(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     stores, client = await started(cluster, 1)
     world.break_writes = 2
     assert await put_all(stores, client, TOKENS) == [PutOutcome.STORED] * NUM_PAGES
@@ -58,6 +59,7 @@ async def test_a_put_survives_a_connection_that_is_reset(
 async def test_the_slots_of_a_broken_write_stay_fenced_until_no_byte_can_arrive(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     stores, client = await started(cluster, 1)
     world.break_writes = 1
     await put_all(stores, client, range(8))
@@ -69,6 +71,7 @@ async def test_the_slots_of_a_broken_write_stay_fenced_until_no_byte_can_arrive(
 async def test_a_writer_whose_connection_breaks_every_time_gives_up_after_a_few_tries(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     stores, client = await started(cluster, 1)
     world.break_writes = 1000
     async with asyncio.timeout(3):

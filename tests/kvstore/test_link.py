@@ -118,6 +118,7 @@ async def test_a_caller_that_is_cancelled_does_not_end_the_attempt_of_others(
 async def test_answers_that_do_not_fit_the_question_are_failures_not_exceptions(
     cluster: StoreCluster, monkeypatch: pytest.MonkeyPatch, kind: type[msgspec.Struct]
 ) -> None:
+    cluster.always_write()
     await cluster.node()
     stores = await cluster.stores()
     client = await open_client(stores)

@@ -199,6 +199,7 @@ async def test_with_nobody_else_a_put_returns_without_the_copy_and_it_is_made_la
 
 
 async def test_a_copy_that_breaks_is_sent_again(cluster: StoreCluster, world: World) -> None:
+    cluster.always_write()
     for i in range(2):
         await cluster.node(f"store-{i}", config())
     stores = await cluster.stores()

@@ -68,6 +68,7 @@ async def test_a_byte_flipped_on_the_wire_is_detected_but_the_page_stays(
 
 
 async def test_a_torn_write_never_becomes_visible(cluster: StoreCluster, world: World) -> None:
+    cluster.always_write()
     node = await cluster.node(config=small(4))
     stores = await cluster.stores()
     client = await open_client(stores)
@@ -182,6 +183,7 @@ async def test_pressure_turns_pages_over_and_reads_are_whole_or_absent(
 async def test_a_writer_that_dies_mid_write_is_replaced(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     node = await cluster.node(config=small(4))
     stores = await cluster.stores()
     dying, other = await open_client(stores), await open_client(stores)
@@ -204,6 +206,7 @@ async def test_a_writer_that_dies_mid_write_is_replaced(
 async def test_a_cancelled_put_gives_its_reservation_up_but_the_slot_stays_fenced(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     node = await cluster.node(config=small(1, lease_s=0.3))
     stores = await cluster.stores()
     client = await open_client(stores)
@@ -223,6 +226,7 @@ async def test_a_cancelled_put_gives_its_reservation_up_but_the_slot_stays_fence
 async def test_a_lost_commit_reply_fails_the_put_and_harms_nothing(
     cluster: StoreCluster, world: World
 ) -> None:
+    cluster.always_write()
     node = await cluster.node()
     stores = await cluster.stores()
     client = await open_client(stores)

@@ -61,7 +61,7 @@ def test_a_record_that_differs_in_one_field_is_corrupt(change: dict[str, object]
 
 
 async def test_large_pages_are_hashed_off_the_loop() -> None:
-    spec = PageSpec(num_layers=8, num_kv_heads=8, head_dim=64, page_size=16, dtype="float32")
+    spec = PageSpec(num_layers=8, num_kv_heads=8, head_dim=128, page_size=16, dtype="float32")
     blob = memoryview(bytes(spec.page_nbytes))
     assert spec.page_nbytes > INLINE_NBYTES_MAX
     turns = 0

@@ -98,6 +98,12 @@ async def kill_transfer_thread(role: Any) -> None:
     io.loop.call_soon_threadsafe(io.loop.stop)
 
 
+async def kill_seat(role: Any) -> None:
+    while not role._parts.membership.connected:  # noqa: ASYNC110 - it is listed before it knows
+        await asyncio.sleep(0.01)
+    role._parts.membership._outside._task.cancel()
+
+
 def node_role(name: NodeRoleName, join: str, node_id: str | None = None) -> Any:
     options = NodeOptions.of(model="fake", join=join, node_id=node_id)
     return NodeRole(name, options, FakeRunner(num_pages=16))
@@ -111,6 +117,7 @@ NODES = [
     (lambda join: node_role("prefill", join), kill_step_loop, "step loop"),
     (lambda join: node_role("decode", join), kill_step_loop, "step loop"),
     (lambda join: node_role("decode", join), kill_transfer_thread, "I/O thread"),
+    (lambda join: node_role("decode", join), kill_seat, "seat"),
     (store_role, kill_store_timer, "timer"),
     (store_role, kill_transfer_thread, "I/O thread"),
 ]

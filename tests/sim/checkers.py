@@ -192,6 +192,7 @@ class NodeWatch:
         self._writes: dict[Name, None] = {}  # grants under a writer's promise
         self._leases: dict[int, _ReadLease] = {}
         self._generations: dict[int, PageKey] = {}
+        self._incarnation = ""  # that the last leases are of
 
     def add_to(self, service: Service) -> None:
         """Look at what the handlers of ``service`` are asked and answer."""
@@ -200,7 +201,7 @@ class NodeWatch:
             ReservePages: (None, self._reserved),
             CommitPages: (None, self._committing),
             AbortPages: (self._aborting, self._aborted),
-            AcquirePages: (None, self._acquired),
+            AcquirePages: (self._acquiring, self._acquired),
             ReleasePages: (self._releasing, None),
             RenewLeases: (None, self._renewed),
             MatchPages: (None, self._matched),
@@ -306,9 +307,14 @@ class NodeWatch:
 
     # ---- readers
 
+    def _acquiring(self, message: AcquirePages) -> None:
+        if message.first is not None and message.first.incarnation == self._incarnation:
+            self._releasing(message.first)
+
     def _acquired(self, message: AcquirePages, reply: PagesAcquired, started_s: float) -> None:
         if not reply.pages:
             return
+        self._incarnation = reply.incarnation
         for page in reply.pages:
             self._lease_page(page)
         pages = {p.generation: (p.offset, p.offset + p.record.page_nbytes) for p in reply.pages}

@@ -16,14 +16,15 @@ from tests.sim.book import SPEC, prompt
 from tests.sim.faults import FaultPlan
 from tests.sim.harness import SimResult, run_sim
 from tests.sim.store_seed import after_healing
-from tests.sim.store_world import CONFIG, STORES, StoreWorld
+from tests.sim.store_world import CLIENT_CONFIG, CONFIG, STORES, StoreWorld
 
 T = TypeVar("T")
 
 CALM = FaultPlan(silent_crash=0.0)
 ROOMY = CONFIG.model_copy(update={"segment_nbytes": 64 * SPEC.page_nbytes})
 PAIRS = ROOMY.model_copy(update={"replicas": 2})
-ONE_BY_ONE = StoreClientConfig(batch_nbytes=SPEC.page_nbytes, num_batches=1, op_timeout_s=1.0)
+STEPS = CLIENT_CONFIG.model_copy(update={"offer_nbytes_max": 0})  # reserve, write, commit
+ONE_BY_ONE = STEPS.model_copy(update={"batch_nbytes": SPEC.page_nbytes, "num_batches": 1})
 
 Script = Callable[[StoreWorld], Awaitable[None]]
 
@@ -34,7 +35,7 @@ def play(
     *,
     plan: FaultPlan = CALM,
     ssd: bool = False,
-    client_config: StoreClientConfig | None = None,
+    client_config: StoreClientConfig = STEPS,
 ) -> SimResult:
     """Run ``script`` in a cluster of its own, then heal it and check that all is well."""
 

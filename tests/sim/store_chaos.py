@@ -36,7 +36,19 @@ class Chaos:
         acts: kinds of trouble that this run knows, by name (see ``KINDS``).
     """
 
-    KINDS = ("crash", "die", "leave", "pause", "block", "partition", "mend", "slow", "rot", "duel")
+    KINDS = (
+        "crash",
+        "die",
+        "leave",
+        "pause",
+        "block",
+        "partition",
+        "mend",
+        "slow",
+        "rot",
+        "duel",
+        "forget",
+    )
 
     def __init__(self, world: StoreWorld, acts: list[str]) -> None:
         self._world = world
@@ -107,6 +119,13 @@ class Chaos:
         self._cluster.slow_down(name, SLOW_BYTES_PER_S)
         await asyncio.sleep(self._rng.uniform(1.0, 3.0))
         self._cluster.fabric.bulk_limits.pop(name, None)
+
+    async def _forget(self, name: str) -> None:
+        """The registry restarts, and knows nobody."""
+        if "registry" not in self._busy:
+            self._busy["registry"] = None
+            await self._world.restart("registry")
+            del self._busy["registry"]
 
     async def _rot(self, name: str) -> None:
         if name in self._world.disks:

@@ -12,14 +12,14 @@ import random
 import sys
 from collections.abc import Awaitable
 
-from kvstore.config import StoreConfig
+from kvstore.config import StoreClientConfig, StoreConfig
 from kvstore.page import PageSpec
 from kvstore.store import GetOutcome, PageIdentity, PutOutcome
 from tests.sim.book import BIG_SPEC, TENANTS, namespace, prompt
 from tests.sim.checkers import Violation, require
 from tests.sim.harness import SimCluster, run_sim
 from tests.sim.store_chaos import Chaos, Load, drawn_acts, use
-from tests.sim.store_world import CLIENTS, CONFIG, STORES, StoreWorld
+from tests.sim.store_world import CLIENT_CONFIG, CLIENTS, CONFIG, STORES, StoreWorld
 
 WORK_S_MAX = 200.0  # virtual: everything that clients do, with all its time limits
 SEEN_S = 1.0  # after a change of nodes: everybody has noticed, and repair has begun
@@ -44,13 +44,25 @@ def drawn_config(rng: random.Random) -> StoreConfig:
     )
 
 
+def drawn_client_config(rng: random.Random) -> StoreClientConfig:
+    """Pages go by three steps, or few of them by one."""
+    update = {"offer_nbytes_max": rng.choice([0, 0, 1024, 8192])}
+    return CLIENT_CONFIG.model_copy(update=update)
+
+
 def drawn_specs(rng: random.Random) -> dict[str, PageSpec]:
     return {CLIENTS[2]: BIG_SPEC} if rng.random() < 0.3 else {}
 
 
 async def scenario(cluster: SimCluster) -> None:
     rng = cluster.rng
-    world = StoreWorld(cluster, drawn_config(rng), ssd=rng.random() < 0.5, specs=drawn_specs(rng))
+    world = StoreWorld(
+        cluster,
+        drawn_config(rng),
+        ssd=rng.random() < 0.5,
+        specs=drawn_specs(rng),
+        client_config=drawn_client_config(rng),
+    )
     acts, load = drawn_acts(rng), Load(world, rng)
     await world.start()
     chaos = Chaos(world, acts)

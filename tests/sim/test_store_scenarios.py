@@ -33,7 +33,15 @@ from tests.sim.scripts import (
     some_pages,
     total,
 )
-from tests.sim.store_world import CLIENTS, CONFIG, GRACE_S, LEASE_S, STORES, StoreWorld
+from tests.sim.store_world import (
+    CLIENT_CONFIG,
+    CLIENTS,
+    CONFIG,
+    GRACE_S,
+    LEASE_S,
+    STORES,
+    StoreWorld,
+)
 from transfer.interface import deadline_after
 
 WRITER, READER, RIVAL = CLIENTS
@@ -70,6 +78,21 @@ def test_a_writer_that_dies_after_reserve_frees_its_reservation(silently: float)
         assert {*await waiting} == ALL_READ
 
     play(script, plan=FaultPlan(silent_crash=silently))
+
+
+def test_a_writer_that_dies_while_its_offer_is_read_frees_the_slot() -> None:
+    async def script(world: StoreWorld) -> None:
+        pages = pages_on(world, STORES[0], 3)
+        world.cluster.slow_down(WRITER, 2000.0)
+        begin(world, WRITER, world.put(WRITER, pages))
+        await world.cluster.until(lambda: total(world, "num_writing") > 0, timeout_s=1)
+        world.crash(WRITER)
+        rival = await done(world, RIVAL, world.put(RIVAL, pages, timeout_s=8))
+        assert {*rival} == ALL_STORED
+        assert {*await done(world, READER, world.get(READER, pages))} == ALL_READ
+        assert total(world, "taken") == len(pages)
+
+    play(script, client_config=CLIENT_CONFIG)
 
 
 def test_a_writer_that_dies_between_write_and_commit_leaves_nothing_visible() -> None:

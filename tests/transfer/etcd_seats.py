@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,11 @@ from transfer.identity import Identity, Role, new_identity
 from transfer.membership import MembershipView, NodeInfo, NodeStatus
 
 SEEN_WITHIN_S = 15.0
+
+
+def coded(text: bytes) -> str:
+    """As etcd's JSON has bytes."""
+    return base64.b64encode(text).decode()
 
 
 async def until(condition: Callable[[], bool], within_s: float = SEEN_WITHIN_S) -> None:

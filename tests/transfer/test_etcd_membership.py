@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.transfer.etcd_seats import SEEN_WITHIN_S, Detour, Member, members, until
+from tests.transfer.etcd_seats import SEEN_WITHIN_S, Detour, Member, coded, members, until
 from tests.transfer.etcd_server import EtcdServer, needs_etcd
 from transfer.channel import Hello
 from transfer.errors import HelloRefused
 from transfer.etcd import EtcdMembership, parse_address
+from transfer.etcd.client import EtcdClient
+from transfer.etcd.listing import Listing, list_keys
+from transfer.etcd.records import Keys, Record, encode_record
 from transfer.etcd.seat import LEASE_TTL_S
 from transfer.identity import NodeId, Role, new_identity
-from transfer.membership import NodeStatus
+from transfer.membership import NodeStatus, Superseded
 from transfer.zmq_network import ZmqNetwork
 
 pytestmark = [pytest.mark.net, needs_etcd]
@@ -134,6 +137,39 @@ async def test_the_last_process_with_a_node_id_has_the_seat(etcd: EtcdServer) ->
         )
         assert all("twin" in names for names in other.ever_seen()[seen:]), "it was never empty"
         await second.seat.leave()
+
+
+async def test_a_twin_that_comes_before_the_first_view_is_noticed_with_it(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No watch tells of it: what it wrote is in the list that the watch starts from."""
+    first, twin = Member(etcd, "twin"), Member(etcd, "twin")
+    key, record = (
+        Keys(etcd.address).member(NodeId("twin")),
+        Record(info=twin.info, status=NodeStatus()),
+    )
+
+    async def late_list(client: EtcdClient, keys: Keys) -> Listing:
+        etcd.call("kv/put", key=coded(key), value=coded(encode_record(record)))
+        return await list_keys(client, keys)
+
+    monkeypatch.setattr("transfer.etcd.membership.list_keys", late_list)
+    with pytest.raises(Superseded, match="another process has joined as twin"):
+        await first.join()
+    assert first.seat.superseded
+    await first.seat.leave()
+
+
+async def test_a_follower_of_the_view_that_fails_stops_no_timer(etcd: EtcdServer) -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    def fail(now_s: float) -> list[NodeId]:
+        raise RuntimeError("a bug of somebody who is called")
+
+    async with members(etcd, "a") as (a,):
+        a.seat._table.tick = fail  # type: ignore[method-assign]
+        await until(lambda: len(reported) >= 2)
 
 
 # ---- a process that stood still

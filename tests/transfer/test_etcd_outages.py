@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 
 import pytest
 
-from tests.transfer.etcd_seats import Detour, Member, joined, members, nothing_changes, until
+from tests.transfer.etcd_seats import Detour, Member, coded, joined, members, nothing_changes, until
 from tests.transfer.etcd_server import EtcdServer, needs_etcd
 from transfer.errors import PeerClosed, PeerUnreachable, Unauthorized
 from transfer.etcd import EtcdAccess, EtcdMembership, parse_address, wire
@@ -33,10 +32,6 @@ ROOT_USER = EtcdAccess("root", "sesame")
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.etcd.table.GRACE_S", GRACE_S)
-
-
-def coded(text: bytes) -> str:
-    return base64.b64encode(text).decode()
 
 
 def said(caplog: pytest.LogCaptureFixture, words: str) -> int:

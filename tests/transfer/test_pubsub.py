@@ -215,7 +215,7 @@ async def test_long_replays_are_shared_fairly_and_bounded_in_number() -> None:
     async with networks(None, None) as (one, two):
         publisher = one.publish(BIND, BIND, source)
         assert isinstance(publisher, ZmqPublisher)
-        running = publisher._answers
+        running = publisher._replays
         greedy = [Listening(two, publisher) for _ in range(MAX_REPLAYS - 1)]
         for listening in greedy:
             listening.subscription.ask([b"endless"])
@@ -232,6 +232,38 @@ async def test_long_replays_are_shared_fairly_and_bounded_in_number() -> None:
         for listening in [*greedy, *late]:
             listening.subscription.close()
         await until(lambda: not running, "a replay ends when its asker has gone")
+
+
+async def test_answers_to_an_asker_that_does_not_read_are_not_made_and_none_is_missing_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nbytes, num_made = 16_384, 0
+
+    def source(request: list[bytes]) -> Iterator[Parts]:
+        nonlocal num_made
+        for number in itertools.count():
+            num_made += 1
+            yield [b"%d" % number, bytes(nbytes)]
+
+    async with networks(None) as (one,):
+        publisher = one.publish(BIND, BIND, source)
+        assert isinstance(publisher, ZmqPublisher)
+        context: zmq.Context[Any] = zmq.Context()
+        slow = context.socket(zmq.DEALER)
+        slow.setsockopt(zmq.RCVHWM, 1)
+        slow.setsockopt(zmq.RCVBUF, 4096)
+        slow.connect(publisher.replay_address)
+        slow.send(b"everything")
+        replays = publisher._replays
+        await until(lambda: any(r.waiting is not None for r in replays.values()), "it is full")
+        assert num_made * nbytes < 32 << 20, "more than the queue and the kernel's buffers hold"
+        for number in range(num_made + 100):
+            await until(lambda: bool(slow.poll(0)), "it goes on")
+            assert slow.recv_multipart()[0] == b"%d" % number
+        monkeypatch.setattr("transfer.zmq_pubsub.REPLAY_STALL_S", 0.05)
+        await until(lambda: not replays, "who takes nothing is given up")
+        slow.close(linger=0)
+        context.term()
 
 
 async def test_a_subscription_outlives_the_publisher_and_finds_the_next_one() -> None:

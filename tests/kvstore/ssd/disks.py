@@ -22,7 +22,7 @@ class FaultyDisk:
         open_error: errno of the next open.
         tear: writes stop after that many bytes, saying nothing.
         forget: writes are lost, saying nothing, until the file is closed.
-        reads, writes: cleared to hold calls back until set again.
+        reads, writes, syncs: cleared to hold calls back until set again.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class FaultyDisk:
         self.open_error: int | None = None
         self.tear: int | None = None
         self.forget = False
-        self.reads, self.writes = threading.Event(), threading.Event()
-        self.reads.set()
-        self.writes.set()
+        self.reads, self.writes, self.syncs = (threading.Event() for _ in range(3))
+        for held in (self.reads, self.writes, self.syncs):
+            held.set()
         self.num_writes = 0
         self.num_reads = 0
         self.read_ranges: list[tuple[int, int]] = []
@@ -77,6 +77,7 @@ class FaultyFile(LocalFile):
         super().reserve(offset, nbytes)
 
     def sync(self) -> None:
+        assert self._disk.syncs.wait(30)
         if self._disk.sync_error is not None:
             raise failure(self._disk.sync_error)
         super().sync()

@@ -57,7 +57,8 @@ def config(folder: Path) -> SsdConfig:
 
 async def spill(folder: Path, first: int) -> None:
     """Store pages until killed."""
-    tier = await SsdTier.open(config(folder), on_evicted=lambda _: None)
+    tier = await SsdTier.open(config(folder))
+    tier.displace(lambda _: None)
     stored, done = iter(range(first, 1 << 31)), 0
     keys = [p.record.key for p in tier.contents()]
 

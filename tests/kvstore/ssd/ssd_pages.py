@@ -18,7 +18,7 @@ LARGE = PageSpec(num_layers=4, num_kv_heads=8, head_dim=64, page_size=4, dtype="
 DEEP = PageSpec(num_layers=36, num_kv_heads=2, head_dim=80, page_size=16, dtype="bfloat16")
 assert DEEP.page_nbytes == 368_640
 
-TENANT, OTHER_TENANT = b"t" * 32, b"u" * 32
+TENANT = b"t" * 32
 
 
 def content(number: int, spec: PageSpec = SMALL) -> npt.NDArray[np.uint8]:

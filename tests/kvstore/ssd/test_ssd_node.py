@@ -7,16 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.checksum import checksum_of
 from kvstore.config import StoreConfig
+from kvstore.page import PageSpec
+from kvstore.server.directory import Directory
 from kvstore.server.node import StoreNode
+from kvstore.server.segment import Segment
+from kvstore.server.tiering import Tiering
 from kvstore.ssd import SsdConfig, SsdTier
+from kvstore.ssd.config import MIB
 from kvstore.ssd.opening import PAGES_NAME
-from kvstore.store import GetOutcome, PageState, PutOutcome
+from kvstore.store import GetOutcome, PageIdentity, PageState, PutOutcome
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import put_all
 from tests.kvstore.fakes import FakeMembership, World
 from tests.kvstore.faulty import PATIENT, get_all, open_client, until
-from tests.kvstore.pages import SPEC, sequence
+from tests.kvstore.pages import SPEC, bytes_of, sequence
+from tests.kvstore.ssd.ssd_pages import LARGE
 from transfer.identity import Role, new_identity
 from transfer.interface import deadline_after
 
@@ -30,15 +37,22 @@ NUM_KEPT = 4  # pages of memory that are below the low watermark: they need no c
 class Cluster(StoreCluster):
     """Nodes of 16 pages of memory, each with an SSD."""
 
-    async def node_with_ssd(self, folder: Path) -> tuple[StoreNode, SsdTier]:
+    async def node_with_ssd(
+        self,
+        folder: Path,
+        *,
+        num_slots: int = NUM_SLOTS,
+        high: float = 0.8,
+        low: float = NUM_KEPT / NUM_SLOTS,
+    ) -> tuple[StoreNode, SsdTier]:
         tier = await SsdTier.open(SsdConfig(path=folder, nbytes=4 << 20))
         node = StoreNode(
             StoreConfig(
-                segment_nbytes=NUM_SLOTS * SPEC.page_nbytes,
+                segment_nbytes=num_slots * SPEC.page_nbytes,
                 lease_s=30.0,
                 tick_s=0.01,
-                high_watermark=0.8,
-                low_watermark=NUM_KEPT / NUM_SLOTS,
+                high_watermark=high,
+                low_watermark=low,
             ),
             identity=new_identity(Role.STORE, "store-ssd"),
             network=self.network(),
@@ -142,7 +156,7 @@ async def test_a_workload_of_long_prompts_three_times_memory_loses_nearly_nothin
     ssd_cluster: Cluster, tmp_path: Path
 ) -> None:
     node, tier = await ssd_cluster.node_with_ssd(
-        tmp_path / "tier", num_slots=64, high_watermark=0.95, low_watermark=0.9
+        tmp_path / "tier", num_slots=64, high=0.95, low=0.9
     )
     stores = await ssd_cluster.stores()
     client = await open_client(stores)
@@ -156,10 +170,35 @@ async def test_a_workload_of_long_prompts_three_times_memory_loses_nearly_nothin
     assert tier.numbers()["ssd_stored"] >= 2 * 64
 
 
-async def test_pages_of_another_size_displace_colder_ones_from_a_full_tier(
-    ssd_cluster: Cluster, tmp_path: Path
-) -> None:
-    node, tier = await ssd_cluster.node_with_ssd(tmp_path / "tier", nbytes=MIB)
-    stores = await ssd_cluster.stores()
-    client = await open_client(stores)
-    wide = SPEC
+async def test_pages_of_another_size_displace_colder_ones_from_a_full_tier(tmp_path: Path) -> None:
+    tier = await SsdTier.open(SsdConfig(path=tmp_path / "tier", nbytes=MIB))
+    memory = memoryview(bytearray(2 * MIB))
+    d = Directory(Segment(len(memory)), lease_s=5.0, high=len(memory), low=len(memory), spill=0)
+    tiering = Tiering(d, tier, memory, now_s=lambda: now_s)
+    now_s = 0.0
+
+    async def put(number: int, spec: PageSpec) -> PageIdentity:
+        page = sequence(range(number, number + spec.page_size), spec=spec)[0]
+        slot = d.reserve([page], spec, now_s)[0].slot
+        assert slot is not None
+        blob = memory[slot.offset : slot.offset + slot.nbytes]
+        blob[:] = bytes_of(page, spec=spec).data
+        assert d.commit(page.key, slot.generation, checksum_of(spec, blob, spec.page_size))
+        tiering.kick()
+        await tiering.idle()
+        return page
+
+    number = 0
+    while tier.has_room(SPEC.page_nbytes):
+        number, now_s = number + 10, now_s + 1.0
+        await put(number, SPEC)
+    large = []
+    for _ in range(20):
+        number, now_s = number + 10, now_s + 1.0
+        large.append(await put(number, LARGE))
+    assert all(page.key in tier for page in large)
+    assert tier.numbers()["ssd_slabs_emptied"] >= 20 * LARGE.page_nbytes // (MIB // 16)
+    assert d.spilling.num_on_ssd == tier.num_pages
+    d.check()
+    tier.check()
+    await tiering.close()

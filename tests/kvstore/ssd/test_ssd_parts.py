@@ -14,7 +14,6 @@ import pytest
 
 from kvstore.page import PageSpec
 from kvstore.ssd.bounce import BouncePool
-from kvstore.ssd.budget import WriteBudget
 from kvstore.ssd.config import BLOCK_NBYTES, SsdRefused
 from kvstore.ssd.header import (
     HEADER_NBYTES_MAX,
@@ -28,6 +27,7 @@ from kvstore.ssd.header import (
 from kvstore.ssd.health import DiskHealth
 from kvstore.ssd.heat_heap import HeatHeap
 from kvstore.ssd.page_file import LocalDisk
+from kvstore.ssd.page_writer import WriteBudget
 from kvstore.ssd.slabs import Slabs
 from kvstore.ssd.superblock import Superblock, parse_superblock, slab_nbytes_for
 from tests.kvstore.ssd.ssd_pages import SMALL, page
@@ -38,7 +38,7 @@ def test_the_heat_heap_agrees_with_a_sorted_list(seed: int) -> None:
     rng, heap = random.Random(seed), HeatHeap()
     rows = {row: float(rng.randrange(5)) for row in rng.sample(range(100), 30)}
     order = sorted(rows, key=rows.__getitem__)
-    heap.fill(order, [rows[row] for row in order])
+    heap.fill(np.array(order), np.array([rows[row] for row in order]))
     for _ in range(400):
         row = rng.randrange(100)
         if row in rows:
@@ -50,10 +50,8 @@ def test_the_heat_heap_agrees_with_a_sorted_list(seed: int) -> None:
             rows[row] = float(rng.randrange(20))
             heap.push(row, rows[row])
         heap.check()
-        coldest = heap.coldest()
-        assert (coldest is None) == (not rows)
-        assert coldest is None or coldest[1] == rows[coldest[0]] == min(rows.values())
         assert len(heap) == len(rows)
+        assert not rows or rows[heap.coldest_row()] == min(rows.values())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -172,27 +170,37 @@ def test_the_budget_holds_on_average_and_lets_a_large_page_through() -> None:
 
 def test_a_failed_disk_gets_one_trial_each_retry() -> None:
     health = DiskHealth(retry_s=10.0, read_errors_max=2)
-    assert health.write_failed("full", 0.0)
-    assert not health.write_failed("full", 1.0), "said twice"
+    health.write_failed("full", 0.0)
+    health.write_failed("full", 1.0)
+    assert health.degraded == "full"
     assert not health.may_write(10.0)
     assert health.may_write(11.0)
     assert not health.may_write(11.5), "a second trial at once"
-    assert health.wrote()
+    health.wrote()
     assert health.degraded is None
     assert health.may_write(11.6)
 
 
 def test_reads_end_after_several_errors_in_a_row_only() -> None:
     health = DiskHealth(retry_s=10.0, read_errors_max=2)
-    assert not health.read_failed("io", 0.0)
-    assert not health.read()
-    assert not health.read_failed("io", 0.0)
-    assert health.read_failed("io", 0.0)
+    health.read_failed("io", 0.0)
+    health.read()
+    health.read_failed("io", 0.0)
+    assert health.degraded is None
+    health.read_failed("io", 0.0)
+    assert health.degraded == "io"
     assert not health.may_read(1.0)
     assert not health.may_write(1.0)
     assert health.may_read(10.0)
-    assert health.read()
+    health.read()
     assert health.may_write(10.0)
+
+
+def test_one_read_that_hangs_ends_reading() -> None:
+    health = DiskHealth(retry_s=10.0, read_errors_max=8)
+    health.read_hung("no answer", 0.0)
+    assert health.degraded == "no answer"
+    assert not health.may_read(9.0)
 
 
 async def test_bounce_memory_is_bounded_and_given_in_turn() -> None:

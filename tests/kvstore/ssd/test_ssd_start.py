@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvstore.ssd import SsdConfig, SsdRefused, SsdTier
-from kvstore.ssd.config import SSD_NBYTES_MIN
+from kvstore.ssd.config import BLOCK_NBYTES, SSD_NBYTES_MIN
 from kvstore.ssd.opening import INDEX_NAME, LOCK_NAME, PAGES_NAME
 from kvstore.ssd.superblock import FORMAT_VERSION, MAGIC
 from tests.kvstore.ssd.conftest import MIB, OpenTier
@@ -121,6 +121,24 @@ async def test_a_lost_index_starts_empty(open_tier: OpenTier, tmp_path: Path) ->
     tier = await open_tier()
     assert tier.num_pages == 0
     assert await put(tier, 1)
+
+
+async def test_a_lost_index_uses_no_generation_again(open_tier: OpenTier, tmp_path: Path) -> None:
+    """Else what an earlier life wrote there would verify where a write was lost."""
+
+    def generation() -> int:
+        with (tmp_path / "tier" / PAGES_NAME).open("rb") as file:
+            file.seek(BLOCK_NBYTES + 40)
+            return int.from_bytes(file.read(8), "little")
+
+    used = set()
+    for _ in range(3):
+        tier = await open_tier()
+        assert await put(tier, 1)
+        used.add(generation())
+        await tier.close()
+        (tmp_path / "tier" / INDEX_NAME).unlink()
+    assert len(used) == 3
 
 
 async def test_a_second_opener_is_told_who_has_the_tier(

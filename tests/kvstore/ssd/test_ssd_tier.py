@@ -8,17 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.page import PageKey
+from kvstore.page import PageKey, PageSpec
 from kvstore.server.tier import Tier
-from kvstore.ssd import SsdTier
-from kvstore.ssd.config import STORES_MAX
-from kvstore.ssd.lanes import InlineLanes
+from kvstore.ssd import SsdTier, catalogue, page_reader
+from kvstore.ssd.bounce import BouncePool
+from kvstore.ssd.config import COPY_NBYTES, STORES_MAX
 from tests.kvstore.ssd.conftest import MIB, OpenTier
 from tests.kvstore.ssd.disks import FaultyDisk
 from tests.kvstore.ssd.ssd_pages import (
     DEEP,
     LARGE,
-    OTHER_TENANT,
     SMALL,
     TENANT,
     content,
@@ -67,6 +66,16 @@ async def test_a_restart_finds_every_page_and_its_description(open_tier: OpenTie
     assert all([await get(tier, number) for number in range(21)])
 
 
+async def test_a_restart_tells_the_hottest_pages_first(open_tier: OpenTier) -> None:
+    tier = await open_tier()
+    heats = [2.0, -1.0, float("inf"), 7.5, 0.0]
+    for number, heat in enumerate(heats):
+        assert await put(tier, number, heat=heat)
+    await tier.close()
+    tier = await open_tier()
+    assert [p.heat for p in tier.contents()] == sorted(heats, reverse=True)
+
+
 async def test_a_tail_page_is_verified_over_its_valid_bytes_only(open_tier: OpenTier) -> None:
     tier = await open_tier()
     tail = page(1, num_tokens=2)
@@ -108,22 +117,18 @@ async def test_removed_pages_stay_removed_after_a_restart(open_tier: OpenTier) -
     assert {p.record.key for p in tier.contents()} == {key(0), key(2)}
 
 
-async def test_clear_by_namespace_leaves_the_other_tenants_pages(open_tier: OpenTier) -> None:
-    tier = await open_tier()
-    for number in range(6):
-        await put(tier, number, namespace=TENANT if number % 2 else OTHER_TENANT)
-    assert await tier.clear(TENANT) == 3
-    assert [await get(tier, number) for number in range(6)] == [True, False] * 3
-    assert await tier.clear() == 3
-    assert tier.num_pages == 0
+async def fill(tier: SsdTier) -> int:
+    """Store small pages of heat 0, 1, 2, ... while there is room; returns how many."""
+    number = 0
+    while tier.has_room(SMALL.page_nbytes):
+        assert await put(tier, number, heat=float(number))
+        number += 1
+    return number
 
 
 async def test_a_full_tier_refuses_until_something_is_removed(open_tier: OpenTier) -> None:
     tier = await open_tier(nbytes=MIB)
-    stored = 0
-    while tier.has_room(SMALL.page_nbytes):
-        assert await put(tier, stored)
-        stored += 1
+    stored = await fill(tier)
     assert not await put(tier, stored)
     assert tier.numbers()["ssd_refused_full"] == 1
     tier.remove([key(0)])
@@ -138,26 +143,22 @@ async def test_a_page_larger_than_a_slab_is_refused(open_tier: OpenTier) -> None
 
 
 class Deciding:
-    """A tier that decides what is worth its room, full of pages of heat 0, 1, 2, ..."""
+    """Told what a tier gave up that decides what is worth its room."""
 
     def __init__(self) -> None:
         self.evicted: list[PageKey] = []
+        self.some = asyncio.Event()
 
     def on_evicted(self, keys: Sequence[PageKey]) -> None:
         self.evicted.extend(keys)
-
-    async def fill(self, tier: SsdTier) -> int:
-        number = 0
-        while tier.has_room(SMALL.page_nbytes):
-            assert await put(tier, number, heat=float(number))
-            number += 1
-        return number
+        self.some.set()
 
 
 async def test_only_a_warmer_page_displaces_and_the_coldest_goes(open_tier: OpenTier) -> None:
     deciding = Deciding()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted)
-    num = await deciding.fill(tier)
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
     assert not await put(tier, 1000, heat=-1.0)
     assert deciding.evicted == []
     assert await put(tier, 1001, heat=0.5)
@@ -172,8 +173,9 @@ async def test_pages_of_another_size_take_a_slab_whose_pages_are_all_colder(
     open_tier: OpenTier,
 ) -> None:
     deciding = Deciding()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted)
-    num = await deciding.fill(tier)
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
     assert not await put(tier, 1000, spec=LARGE, heat=3.0)
     assert await put(tier, 1001, spec=LARGE, heat=float(num))
     assert sorted(deciding.evicted) == sorted(key(n) for n in range(len(deciding.evicted)))
@@ -182,8 +184,9 @@ async def test_pages_of_another_size_take_a_slab_whose_pages_are_all_colder(
 
 async def test_what_was_displaced_is_not_found_after_a_restart(open_tier: OpenTier) -> None:
     deciding = Deciding()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted)
-    num = await deciding.fill(tier)
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
     await tier.flush()
     assert await put(tier, 1001, spec=LARGE, heat=float(num))
     assert len(deciding.evicted) > 1
@@ -196,10 +199,12 @@ async def test_what_was_displaced_is_not_found_after_a_restart(open_tier: OpenTi
 
 async def test_heats_of_an_earlier_life_are_an_order_below_this_life(open_tier: OpenTier) -> None:
     deciding = Deciding()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted)
-    num = await deciding.fill(tier)
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
     await tier.close()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted)
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
     assert await put(tier, num, heat=-1e9)
     assert await put(tier, num + 1, heat=-2e9)
     assert deciding.evicted == [key(0), key(1)]
@@ -209,8 +214,9 @@ async def test_a_page_being_read_is_not_evicted_and_its_slot_not_reused(
     open_tier: OpenTier,
 ) -> None:
     deciding, disk = Deciding(), FaultyDisk()
-    tier = await open_tier(nbytes=MIB, on_evicted=deciding.on_evicted, disk=disk)
-    num = await deciding.fill(tier)
+    tier = await open_tier(nbytes=MIB, disk=disk)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
     disk.reads.clear()
     reading = asyncio.ensure_future(get(tier, 0))
     await asyncio.sleep(0)
@@ -220,12 +226,73 @@ async def test_a_page_being_read_is_not_evicted_and_its_slot_not_reused(
     assert await reading
 
 
+async def test_emptying_a_slab_lets_others_run_and_takes_one_slab_for_all(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "ROWS_AT_ONCE", 4)
+    told: list[int] = []
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(lambda keys: told.append(len(keys)))
+    num = await fill(tier)
+    storing = [
+        asyncio.ensure_future(put(tier, 1000 + n, spec=LARGE, heat=float(num))) for n in range(2)
+    ]
+    await asyncio.sleep(0)
+    while not all(store.done() for store in storing):
+        tier.check()  # at every step
+        assert await get(tier, num - 1)
+    assert [store.result() for store in storing] == [True, True]
+    assert max(told) <= 4
+    assert tier.numbers()["ssd_slabs_emptied"] == 1
+    assert sum(told) == tier.numbers()["ssd_evicted"] == num + 2 - tier.num_pages
+
+
+async def test_a_slab_that_warms_up_while_it_is_emptied_keeps_its_warm_pages(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "ROWS_AT_ONCE", 1)
+    deciding = Deciding()
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
+    storing = asyncio.ensure_future(put(tier, 1000, spec=LARGE, heat=float(num)))
+    await deciding.some.wait()
+    gone = len(deciding.evicted)
+    for number in range(num):
+        tier.touch(key(number), 2.0 * num)
+    assert not await storing
+    assert len(deciding.evicted) == gone
+    assert tier.num_pages == num - gone
+    assert await put(tier, 1001), "the slab takes pages of its size again"
+    assert all([await get(tier, n) for n in range(num) if key(n) not in deciding.evicted])
+
+
+async def test_a_store_cancelled_while_room_is_made_gives_up_no_more(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "ROWS_AT_ONCE", 1)
+    deciding = Deciding()
+    tier = await open_tier(nbytes=MIB)
+    tier.displace(deciding.on_evicted)
+    num = await fill(tier)
+    storing = asyncio.ensure_future(put(tier, 1000, spec=LARGE, heat=float(num)))
+    await deciding.some.wait()
+    storing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    gone = len(deciding.evicted)
+    assert tier.num_pages == num - gone
+    for n in range(gone):
+        assert await put(tier, 2000 + n, heat=-1.0), "its room is there for others"
+    assert len(deciding.evicted) == gone
+
+
 async def test_a_page_removed_while_it_is_read_is_absent_and_its_slot_waits(
     open_tier: OpenTier,
 ) -> None:
     disk = FaultyDisk()
     tier = await open_tier(nbytes=MIB, disk=disk)
-    num = await Deciding().fill(tier)
+    num = await fill(tier)
     disk.reads.clear()
     reading = asyncio.ensure_future(get(tier, 0))
     await asyncio.sleep(0)
@@ -285,7 +352,7 @@ async def test_a_cancelled_load_never_touches_the_destination(open_tier: OpenTie
 async def test_the_slot_of_a_cancelled_load_waits_for_the_thread(open_tier: OpenTier) -> None:
     disk = FaultyDisk()
     tier = await open_tier(nbytes=MIB, disk=disk)
-    num = await Deciding().fill(tier)
+    num = await fill(tier)
     disk.reads.clear()
     reading = asyncio.ensure_future(get(tier, 0))
     await asyncio.sleep(0)
@@ -300,6 +367,49 @@ async def test_the_slot_of_a_cancelled_load_waits_for_the_thread(open_tier: Open
     assert not closing.done(), "closed under a thread that reads"
     disk.reads.set()
     await closing
+
+
+async def test_closing_ends_although_the_last_load_gave_up_as_it_got_its_memory(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_reader, "BOUNCE_NBYTES", 2 * 4096)  # one small page at a time
+    disk = FaultyDisk()
+    tier = await open_tier(disk=disk)
+    assert await put(tier, 1)
+    assert await put(tier, 2)
+    disk.reads.clear()
+    first, second = (asyncio.ensure_future(get(tier, number)) for number in (1, 2))
+    await asyncio.sleep(0)
+    give = BouncePool.give
+
+    def give_and_cancel(pool: BouncePool, buffer: memoryview) -> None:
+        monkeypatch.setattr(BouncePool, "give", give)
+        give(pool, buffer)
+        second.cancel()
+
+    monkeypatch.setattr(BouncePool, "give", give_and_cancel)
+    closing = asyncio.ensure_future(tier.close())
+    disk.reads.set()
+    assert await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    async with asyncio.timeout(5):  # half of what a disk that hangs is given
+        await closing
+
+
+async def test_a_store_whose_memory_goes_away_leaves_nothing_behind(open_tier: OpenTier) -> None:
+    tier = await open_tier(nbytes=64 * MIB)
+    large = PageSpec(num_layers=2, num_kv_heads=8, head_dim=1024, page_size=64, dtype="uint8")
+    assert large.page_nbytes > COPY_NBYTES
+    data = content(1, large).data
+    storing = asyncio.ensure_future(tier.store(page(1, spec=large), data))
+    await asyncio.sleep(0)
+    data.release()
+    with pytest.raises(ValueError):
+        await storing
+    tier.check()
+    assert tier.numbers()["ssd_stores_under_way"] == 0
+    assert await put(tier, 1, spec=large)
 
 
 async def test_the_loop_runs_on_while_the_disk_stands_still(open_tier: OpenTier) -> None:
@@ -331,15 +441,6 @@ async def test_writes_beyond_the_budget_are_refused(open_tier: OpenTier) -> None
     outcomes = [await put(tier, number) for number in range(5)]
     assert outcomes == [True, False, False, False, False]
     assert tier.numbers()["ssd_refused_budget"] == 4
-
-
-async def test_a_tier_without_threads_behaves_the_same(open_tier: OpenTier) -> None:
-    tier = await open_tier(lanes=InlineLanes())
-    assert await put(tier, 1)
-    assert await get(tier, 1)
-    await tier.close()
-    tier = await open_tier(lanes=InlineLanes())
-    assert await get(tier, 1)
 
 
 async def test_a_closed_tier_takes_and_gives_nothing(open_tier: OpenTier) -> None:
