@@ -116,6 +116,13 @@ def version() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     process_env.die_with_parent()
+    exit_code = _run(argv)
+    if argv is None:  # the process is ours
+        process_env.end_if_a_call_hangs(exit_code)
+    return exit_code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     command = typer.main.get_command(app)
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:

@@ -41,6 +41,7 @@ _SIMULATED_TRANSFER = (
     "rpc_frames",
     "rpc_handlers",
     "rpc_server",
+    "kept_seat",
     "lazy_timer",
     "registry",
     "registry_client",

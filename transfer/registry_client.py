@@ -27,13 +27,12 @@ from urllib.parse import urlsplit
 from transfer.channel import LIVENESS_S, Channel, Hello, Network
 from transfer.errors import (
     HelloRefused,
-    PeerClosed,
     PeerLost,
-    PeerUnreachable,
     RemoteFailed,
     TransferError,
 )
 from transfer.identity import Identity
+from transfer.kept_seat import KeptSeat, first_failure
 from transfer.membership import (
     MembershipView,
     NodeInfo,
@@ -64,40 +63,20 @@ LEAVE_TIMEOUT_S = 1.0
 WATCH_S = 30 * 24 * 3600.0  # streams need a deadline; a watch is simply renewed
 
 
-class RegistryMembership:
+class RegistryMembership(KeptSeat):
     """``transfer.membership.Membership`` at a registry that listens at ``join_address``."""
 
     def __init__(self, network: Network, join_address: str, identity: Identity) -> None:
+        super().__init__(identity, f"registry answered at {join_address}")
         self._network = network
         self._address = join_address
-        self._identity = identity
-        self._subscribers = Subscribers()
         self._info: NodeInfo | None = None
         self._status: Callable[[], NodeStatus] = NodeStatus
-        self._task: asyncio.Task[None] | None = None
         self._channel: Channel | None = None
-        self._seated: asyncio.Future[None] | None = None
-        self._connected = False
-        self._superseded = False
-        self._left = False
-        self._stopping = False  # a cancellation alone is lost when the channel fails at that moment
 
     @property
     def view(self) -> MembershipView:
         return self._subscribers.view
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
-    @property
-    def superseded(self) -> bool:
-        return self._superseded
-
-    @property
-    def alive(self) -> bool:
-        """False when nobody keeps the seat and the view any more."""
-        return self._task is not None and not self._task.done() and not self._stopping
 
     def subscribe(self, callback: ViewCallback) -> None:
         self._subscribers.add(callback)
@@ -107,20 +86,6 @@ class RegistryMembership:
         self._info = info
         self._status = status
         await self._start()
-
-    async def watch_only(self, *, deadline_s: float | None = None) -> None:
-        """Follow the cluster without being listed in it; returns with the first view.
-
-        Raises:
-            PeerUnreachable: no registry answered by ``deadline_s`` (None waits without limit).
-        """
-        try:
-            async with asyncio.timeout_at(deadline_s) as scope:
-                await self._start()
-        except TimeoutError as error:
-            assert scope.expired(), "nothing below raises TimeoutError"
-            text = f"no registry answered at {self._address} before the deadline; {self._remedy()}"
-            raise PeerUnreachable(text) from error
 
     async def leave(self) -> None:
         self._left = True
@@ -138,43 +103,9 @@ class RegistryMembership:
         await channel.close()
 
     def abort(self) -> None:
-        """Stop at once, without deregistering: the lease runs out. Idempotent."""
-        self._left = self._stopping = True
-        self._connected = False
-        if self._task is not None:
-            self._task.cancel()
+        super().abort()
         if self._channel is not None:
             self._channel.abort()
-
-    async def _start(self) -> None:
-        assert self._task is None, "a membership is joined once"
-        assert not self._left, "a membership that was left is not joined again"
-        loop = asyncio.get_running_loop()
-        self._seated = loop.create_future()
-        self._task = loop.create_task(self._run(), name=f"membership {self._identity.node_id}")
-        self._task.add_done_callback(self._ended)
-        try:
-            await self._seated
-        except BaseException:
-            await self._stop()
-            raise
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """The seat is kept no more, whyever: nobody may think so, or go on waiting for it."""
-        self._connected = False
-        failure = None if task.cancelled() else task.exception()
-        if self._seated is not None and not self._seated.done():
-            self._seated.set_exception(failure or PeerClosed("left before a registry answered"))
-        elif failure is not None:
-            logger.error("%s is no longer a member", self._identity.node_id, exc_info=failure)
-
-    async def _stop(self) -> None:
-        task, self._task = self._task, None
-        self._stopping = True
-        self._connected = False
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
 
     async def _run(self) -> None:
         """Keep the seat until ``_stopping``.
@@ -191,8 +122,8 @@ class RegistryMembership:
                 await self._keep_seat()
             except HelloRefused as error:
                 if self._give_up(error):
+                    self._drop_channel()
                     return
-                logger.error("registration is refused, trying again: %s", error)
                 backoff_s = BACKOFF_MAX_S
             except TransferError as error:
                 if self._connected:  # it had a seat: start over
@@ -208,21 +139,6 @@ class RegistryMembership:
             self._drop_channel()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
-
-    def _give_up(self, error: HelloRefused) -> bool:
-        """Hand a refusal to ``join`` if it still waits; stop for good when replaced."""
-        assert self._seated is not None
-        self._connected = False
-        self._superseded = isinstance(error, Superseded)
-        if not self._seated.done():
-            self._drop_channel()
-            self._seated.set_exception(error)
-            return True
-        if self._superseded:
-            self._drop_channel()
-            logger.error("%s", error)
-            return True
-        return False
 
     def _drop_channel(self) -> None:
         if self._channel is not None:
@@ -253,23 +169,18 @@ class RegistryMembership:
                 if self._info is not None:
                     group.create_task(self._heartbeats(), name="membership heartbeats")
         except* TransferError as errors:
-            first = errors.exceptions[0]
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            failure = first
+            failure = first_failure(errors, Superseded)
         raise failure
 
     async def _watch(self) -> None:
         assert self._channel is not None
-        assert self._seated is not None
         deadline_s = asyncio.get_running_loop().time() + WATCH_S
         stream = self._channel.stream(Watch(), MembershipView, deadline_s=deadline_s)
         async with aclosing(cast("AsyncGenerator[MembershipView, None]", stream)) as views:
             async for view in views:
                 self._connected = True
                 self._subscribers.publish(view)
-                if not self._seated.done():
-                    self._seated.set_result(None)
+                self._seat_taken()
         raise PeerLost(f"the registry at {self._address} ended the watch")
 
     async def _heartbeats(self) -> None:

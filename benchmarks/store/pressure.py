@@ -8,6 +8,7 @@ watermark is kept.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from time import perf_counter
 
@@ -21,34 +22,58 @@ PAGE_NBYTES = 368_640
 BATCH = 16
 NUM_BATCHES = 64  # of capacity
 TIMES = 10
+EMPTY_ROUNDS = 8
+EMPTY = 0.8  # of the capacity: below every watermark
 FAILURES = 0.001
 SLOWER = 3.0
 
 
+class _Filler:
+    """Puts batch after batch of new pages and keeps count."""
+
+    def __init__(self, store: KvferryStore) -> None:
+        self._store = store
+        self._serial = itertools.count()
+        self.outcomes: Counter[PutOutcome] = Counter()
+
+    async def put(self, num_batches: int) -> list[float]:
+        """Returns what each batch took, in seconds."""
+        taken_s = []
+        for number in itertools.islice(self._serial, num_batches):
+            keys = [hashlib.sha256(b"%d/%d" % (number, i)).digest() for i in range(BATCH)]
+            puts = [PutPage(identity_of(key), i * PAGE_NBYTES) for i, key in enumerate(keys)]
+            started_s = perf_counter()
+            result = await self._store.client.put(
+                puts, source=self._store.source, deadline_s=deadline_after(OP_S)
+            )
+            taken_s.append(perf_counter() - started_s)
+            self.outcomes.update(result.outcomes)
+        return taken_s
+
+
 async def measure_pressure() -> list[Figure]:
-    """Fill, and go on filling; the node's own numbers say how full it is."""
+    """Fill, and go on filling; the node's own numbers say how full it is.
+
+    The store is filled once before, so that all of its memory has been touched: else the system's
+    page faults would count for the empty store. Then a store that is emptied again and again, as
+    one filling gives too few samples for a percentile.
+    """
     capacity = NUM_BATCHES * BATCH
     store = KvferryStore("tcp", PAGE_NBYTES, BATCH, capacity * PAGE_NBYTES)
     await store.start()
     store.pages()
     try:
-        outcomes: Counter[PutOutcome] = Counter()
-        taken_s: list[float] = []
-        fullest = 0.0
-        for number in range(TIMES * NUM_BATCHES):
-            keys = [hashlib.sha256(b"%d/%d" % (number, i)).digest() for i in range(BATCH)]
-            puts = [PutPage(identity_of(key), i * PAGE_NBYTES) for i, key in enumerate(keys)]
-            started_s = perf_counter()
-            result = await store.client.put(
-                puts, source=store.source, deadline_s=deadline_after(OP_S)
-            )
-            taken_s.append(perf_counter() - started_s)
-            outcomes.update(result.outcomes)
-            if number % NUM_BATCHES == NUM_BATCHES - 1:
-                fullest = max(fullest, await _used_fraction(store))
+        await _Filler(store).put(NUM_BATCHES)
+        filler, empty_s, full_s, fullest = _Filler(store), list[float](), list[float](), 0.0
+        for _ in range(EMPTY_ROUNDS):
+            await store.clear()
+            empty_s += await filler.put(int(NUM_BATCHES * EMPTY))
+        for _ in range(TIMES):
+            full_s += await filler.put(NUM_BATCHES)
+            fullest = max(fullest, await _used_fraction(store))
     finally:
         await store.close()
-    return list(_figures(store.name, outcomes, taken_s, fullest))
+    return _figures(store.name, filler.outcomes, empty_s, full_s[NUM_BATCHES:], fullest)
 
 
 async def _used_fraction(store: KvferryStore) -> float:
@@ -57,12 +82,14 @@ async def _used_fraction(store: KvferryStore) -> float:
 
 
 def _figures(
-    subject: str, outcomes: Counter[PutOutcome], taken_s: list[float], fullest: float
+    subject: str,
+    outcomes: Counter[PutOutcome],
+    empty: list[float],
+    full: list[float],
+    fullest: float,
 ) -> list[Figure]:
     total = sum(outcomes.values())
     failed = total - outcomes[PutOutcome.STORED] - outcomes[PutOutcome.PRESENT]
-    empty = taken_s[: int(NUM_BATCHES * 0.8)]
-    full = taken_s[NUM_BATCHES:]
     watermark = StoreConfig(segment_nbytes=1 << 20).high_watermark
     slack = BATCH / (NUM_BATCHES * BATCH)  # what one put may add before the next tick
     return [

@@ -12,8 +12,15 @@ from kvstore.checksum import PageBytes, checksums
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
 from kvstore.messages import OfferedPage, PagesTaken, TakePages, TakeStatus
-from kvstore.store import PutPage, PutPolicy
+from kvstore.store import PutOutcome, PutPage, PutPolicy
 from transfer.interface import Region
+
+OUTCOMES = {  # of what is settled by one offer
+    TakeStatus.TAKEN: PutOutcome.STORED,
+    TakeStatus.PRESENT: PutOutcome.PRESENT,
+    TakeStatus.REFUSED: PutOutcome.REFUSED,
+    TakeStatus.COLLISION: PutOutcome.REFUSED,
+}
 
 
 def worth_offering(parts: ClientParts, link: StoreLink, num_pages: int) -> bool:

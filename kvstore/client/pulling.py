@@ -100,9 +100,7 @@ class Pull:
             async with lease:
                 return await self._read(visit, self._believed(reply, by_key))
         finally:
-            self._parts.releases.add(
-                link, reply.incarnation, reply.lease_id, tuple(visit.corrupt)
-            )
+            self._parts.releases.add(link, reply.incarnation, reply.lease_id, tuple(visit.corrupt))
 
     def _believed(self, reply: PagesAcquired, by_key: dict[PageKey, list[int]]) -> list[_Granted]:
         """The granted pages whose records are what the caller expects, in the caller's order."""

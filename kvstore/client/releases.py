@@ -24,9 +24,7 @@ _Place = tuple[StoreLink, str]  # link, incarnation of the grants
 class Releases:
     """See the module's docstring."""
 
-    def __init__(
-        self, background: Background, counters: Counter[str], op_timeout_s: float
-    ) -> None:
+    def __init__(self, background: Background, counters: Counter[str], op_timeout_s: float) -> None:
         self._background = background
         self._counters = counters
         self._op_timeout_s = op_timeout_s

@@ -13,8 +13,8 @@ import asyncio
 from kvstore.checksum import INLINE_NBYTES_MAX, checksum_of
 from kvstore.client.link import StoreLink
 from kvstore.client.links import ClientParts
-from kvstore.client.offering import offer, worth_offering
-from kvstore.messages import AcquirePages, LeasedPage, PagesAcquired, TakeStatus
+from kvstore.client.offering import OUTCOMES, offer, worth_offering
+from kvstore.messages import AcquirePages, LeasedPage, PagesAcquired
 from kvstore.store import (
     GetOutcome,
     GetPage,
@@ -29,10 +29,6 @@ from kvstore.verify import believable
 from transfer.errors import TransferError
 from transfer.interface import Range, Region
 
-_OUTCOMES = {
-    TakeStatus.TAKEN: PutOutcome.STORED,
-    TakeStatus.PRESENT: PutOutcome.PRESENT,
-}
 NOTHING = TransferCount(0, 0)
 
 
@@ -50,7 +46,7 @@ async def put_one(
         )
     except TransferError:
         return None
-    outcome = _OUTCOMES.get(status)
+    outcome = OUTCOMES.get(status)
     if outcome is None:
         return None
     parts.counters[f"put_{outcome}"] += 1

@@ -29,7 +29,7 @@ from kvstore.client.all_of import all_of
 from kvstore.client.lease import Lease
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
-from kvstore.client.offering import offer, worth_offering
+from kvstore.client.offering import OUTCOMES, offer, worth_offering
 from kvstore.messages import (
     AbortPages,
     AwaitPages,
@@ -59,12 +59,6 @@ _OUTCOMES = {
     ReserveStatus.PRESENT: PutOutcome.PRESENT,
     ReserveStatus.REFUSED: PutOutcome.REFUSED,
     ReserveStatus.COLLISION: PutOutcome.REFUSED,
-}
-_TAKEN = {
-    TakeStatus.TAKEN: PutOutcome.STORED,
-    TakeStatus.PRESENT: PutOutcome.PRESENT,
-    TakeStatus.REFUSED: PutOutcome.REFUSED,
-    TakeStatus.COLLISION: PutOutcome.REFUSED,
 }
 
 
@@ -186,8 +180,8 @@ class PageWriter:
         )
         joined, broken = [], False
         for i, status in zip(todo, statuses, strict=True):
-            if status in _TAKEN:
-                settled[i] = _TAKEN[status]
+            if status in OUTCOMES:
+                settled[i] = OUTCOMES[status]
             elif status is TakeStatus.WRITING:
                 joined.append(i)
             else:

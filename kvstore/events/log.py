@@ -126,7 +126,7 @@ class KvEventLog:
         for start in range(0, len(keys), BATCH_PAGES_MAX):
             part = keys[start : start + BATCH_PAGES_MAX]
             part_tokens = tokens[start * stride : (start + len(part)) * stride]
-            self._enqueue_stored(PagesStored(part, medium or self._medium, parent, part_tokens))
+            self._enqueue(PagesStored(part, medium or self._medium, parent, part_tokens))
             parent = part[-1]
 
     def removed(self, keys: Sequence[PageKey], *, medium: Medium | None = None) -> None:
@@ -137,7 +137,7 @@ class KvEventLog:
                 del self._books[key]
         for start in range(0, len(keys), BATCH_PAGES_MAX):
             part = keys[start : start + BATCH_PAGES_MAX]
-            self._enqueue_removed(PagesRemoved(part, medium or self._medium))
+            self._enqueue(PagesRemoved(part, medium or self._medium))
 
     def clear(self) -> None:
         """All pages have gone."""
@@ -145,33 +145,17 @@ class KvEventLog:
             self._books.clear()
         self._enqueue(AllPagesCleared())
 
-    def _enqueue_stored(self, event: PagesStored) -> None:
-        """Lengthen the last event where this one goes on with its chain."""
-        last = self._queue[-1] if self._queue else None
-        if (
-            isinstance(last, PagesStored)
-            and last.keys[-1] == event.parent
-            and last.medium == event.medium
-            and len(last.keys) + len(event.keys) <= BATCH_PAGES_MAX
-            and len(last.tokens) * len(event.keys) == len(event.tokens) * len(last.keys)
-        ):
-            self._queue.pop()
-            self._num_queued_pages -= len(last.keys)
-            event = last._replace(keys=[*last.keys, *event.keys], tokens=last.tokens + event.tokens)
-        self._enqueue(event)
+    def stored_page(
+        self, key: PageKey, *, parent: PageKey | None, tokens: bytes, medium: Medium
+    ) -> None:
+        """``stored`` of one page, by an owner that has the books."""
+        assert self._books is None
+        self._enqueue(PagesStored((key,), medium, parent, tokens))
 
-    def _enqueue_removed(self, event: PagesRemoved) -> None:
-        """Lengthen the last event where that is one of the same kind."""
-        last = self._queue[-1] if self._queue else None
-        if (
-            isinstance(last, PagesRemoved)
-            and last.medium == event.medium
-            and len(last.keys) + len(event.keys) <= BATCH_PAGES_MAX
-        ):
-            self._queue.pop()
-            self._num_queued_pages -= len(last.keys)
-            event = last._replace(keys=[*last.keys, *event.keys])
-        self._enqueue(event)
+    def removed_page(self, key: PageKey, *, medium: Medium) -> None:
+        """``removed`` of one page, by an owner that has the books."""
+        assert self._books is None
+        self._enqueue(PagesRemoved((key,), medium))
 
     def _enqueue(self, event: KvEvent) -> None:
         num_pages = _num_pages(event)
@@ -200,15 +184,18 @@ class KvEventLog:
         return batches
 
     def _next_group(self) -> list[KvEvent]:
-        """Take events of up to ``BATCH_PAGES_MAX`` pages, at least one, off the queue."""
-        group = [self._queue.popleft()]
-        num_pages = _num_pages(group[0])
+        """Take events of up to ``BATCH_PAGES_MAX`` pages, at least one, off the queue.
+
+        Events are joined here, and not as they come: pages come one by one, on the way of a put.
+        """
+        events = [self._queue.popleft()]
+        num_pages = _num_pages(events[0])
         while self._queue and num_pages + _num_pages(self._queue[0]) <= BATCH_PAGES_MAX:
             event = self._queue.popleft()
             num_pages += _num_pages(event)
-            group.append(event)
+            events.append(event)
         self._num_queued_pages -= num_pages
-        return group
+        return joined(events)
 
     def _remember(self, batch: Batch) -> None:
         self._window[batch.seq] = batch.payload
@@ -227,6 +214,44 @@ class KvEventLog:
             if payload is not None:
                 yield Batch(seq, payload)
             seq += 1
+
+
+def joined(events: Sequence[KvEvent]) -> list[KvEvent]:
+    """Chains in one event, and removals that follow one another; the order stays."""
+    out: list[KvEvent] = []
+    run: list[KvEvent] = []
+    for event in events:
+        if run and not _goes_on(run[-1], event):
+            out.append(_one(run))
+            run = []
+        run.append(event)
+    if run:
+        out.append(_one(run))
+    return out
+
+
+def _goes_on(last: KvEvent, event: KvEvent) -> bool:
+    if isinstance(event, PagesRemoved):
+        return isinstance(last, PagesRemoved) and last.medium == event.medium
+    return (
+        isinstance(event, PagesStored)
+        and isinstance(last, PagesStored)
+        and last.keys[-1] == event.parent
+        and last.medium == event.medium
+        and len(last.tokens) * len(event.keys) == len(event.tokens) * len(last.keys)
+    )
+
+
+def _one(run: Sequence[KvEvent]) -> KvEvent:
+    """The event that says what a run of events says."""
+    first = run[0]
+    if len(run) == 1 or isinstance(first, AllPagesCleared):
+        return first
+    keys = [key for event in run if not isinstance(event, AllPagesCleared) for key in event.keys]
+    if isinstance(first, PagesRemoved):
+        return first._replace(keys=keys)
+    tokens = b"".join(event.tokens for event in run if isinstance(event, PagesStored))
+    return first._replace(keys=keys, tokens=tokens)
 
 
 def _num_pages(event: KvEvent) -> int:

@@ -1,53 +1,18 @@
-"""Blocking calls on few threads, and how the loop waits for what cannot be cancelled.
+"""How the loop waits for calls that cannot be interrupted.
 
-Owns the threads of one kind of call. A call of the library cannot be interrupted: whoever waits
-leaves at its deadline, and the call ends by itself, at the latest after the 60 s that Mooncake
-grants a transfer.
+Whoever waits leaves at its deadline, and the call (``transfer/blocking_calls.py``) ends by itself,
+at the latest after the 60 s that Mooncake grants a transfer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from transfer.interface import remaining_s
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Calls:
-    """``num_threads`` threads for one kind of call. Callers bound what queues here."""
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"mooncake-{name}")
-        self._under_way: dict[asyncio.Future[Any], None] = {}
-
-    def __len__(self) -> int:
-        """Calls under way or queued."""
-        return len(self._under_way)
-
-    def start(
-        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[T]:
-        """Run ``function`` on a thread. The future must not be cancelled."""
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
-        self._under_way[future] = None
-        future.add_done_callback(lambda done: self._under_way.pop(done, None))
-        return future
-
-    async def idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False when that takes longer than ``timeout_s``."""
-        if self._under_way:
-            await asyncio.wait(list(self._under_way), timeout=timeout_s)
-        return not self._under_way
-
-    def close(self) -> None:
-        """Take no more calls; the threads end with the calls that they are in."""
-        self._pool.shutdown(wait=False)
 
 
 async def done_by(future: asyncio.Future[Any], deadline_s: float) -> bool:

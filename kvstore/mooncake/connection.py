@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 from kvstore.mooncake.appearances import Appearances
 from kvstore.mooncake.binding import Library, NativeStore
-from kvstore.mooncake.calls import Calls, done_by, within
+from kvstore.mooncake.calls import done_by, within
 from kvstore.mooncake.config import READ_SLABS, WRITE_SLABS, MooncakeConfig
 from kvstore.mooncake.slabs import ObjectLayout, SlabPool
 from kvstore.page import PageKey, PageSpec
+from transfer.blocking_calls import BlockingCalls
 from transfer.interface import deadline_after, remaining_s
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,10 @@ class Connection:
         self.read_slabs = SlabPool(self.layout, READ_SLABS)
         self.write_slabs = SlabPool(self.layout, WRITE_SLABS)
         # Separate threads, so that reads that hang delay neither writes nor questions.
-        self.reads = Calls("read", READ_SLABS)
-        self.writes = Calls("write", WRITE_SLABS)
-        self.questions = Calls("ask", 2)
-        self.copies = Calls("copy", 2)
+        self.reads = BlockingCalls("mooncake-read", READ_SLABS)
+        self.writes = BlockingCalls("mooncake-write", WRITE_SLABS)
+        self.questions = BlockingCalls("mooncake-ask", 2)
+        self.copies = BlockingCalls("mooncake-copy", 2)
         self.appearances = Appearances(
             self.are_there, poll_s=config.poll_s, poll_max_s=config.poll_max_s
         )
@@ -134,24 +135,37 @@ class Connection:
         )
 
     async def close(self) -> None:
-        """Begin nothing more, finish within ``close_s`` what is under way, leave the cluster."""
+        """Begin nothing more, finish within ``close_s`` what is under way, leave the cluster.
+
+        What Mooncake does not end in that time is left to its threads, which end with the process;
+        the master forgets this client by itself then.
+        """
         native, self.native = self.native, None
         self._connecting.cancel()
         await asyncio.wait({self._connecting})
         await self.appearances.close()
         deadline_s = deadline_after(self.config.close_s)
-        if self._jobs:
-            await asyncio.wait(list(self._jobs), timeout=self.config.close_s)
+        await self._end_jobs()
         kinds = (self.reads, self.writes, self.copies, self.questions)
         idle = [await calls.idle(max(0.0, remaining_s(deadline_s))) for calls in kinds]
-        for job in list(self._jobs):
-            job.cancel()
-        if native is not None and all(idle):
-            await self.questions.start(self._leave, native)
-        elif native is not None:
-            logger.warning("calls of Mooncake hang: the process may take a minute to end")
+        if native is not None and not (all(idle) and await self._has_left(native)):
+            logger.warning("calls of Mooncake hang: they are left behind, its master not told")
         for calls in kinds:
             calls.close()
+
+    async def _end_jobs(self) -> None:
+        jobs = list(self._jobs)
+        if not jobs:
+            return
+        _, late = await asyncio.wait(jobs, timeout=self.config.close_s)
+        for job in late:
+            job.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    async def _has_left(self, native: NativeStore) -> bool:
+        leaving = self.questions.start(self._leave, native)
+        return await done_by(leaving, deadline_after(self.config.close_s))
 
     def _leave(self, native: NativeStore) -> None:
         self.read_slabs.unregister()

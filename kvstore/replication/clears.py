@@ -14,6 +14,9 @@ done it, too.
     clear x ──────────────▶ B: begun ── done
     B copies newer page (done: x) ────────────▶ A     A takes it
 
+Refused is only as long as whoever clears may still be telling nodes: a node that could not be told
+by then keeps its pages (the caller knows), and its copies are as good as any.
+
 Knows no pages. A clear without an id is not remembered.
 """
 
@@ -23,7 +26,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 CLEARS_KEPT_MAX = 256
-FENCE_S = 120.0  # longer than a clear takes to reach all nodes; then copies are taken again
+FENCE_S_MAX = 120.0  # that copies are refused for one clear
 KEPT_S = 300.0  # senders remember longer than receivers ask
 
 
@@ -31,6 +34,7 @@ KEPT_S = 300.0  # senders remember longer than receivers ask
 class _Clear:
     namespace: bytes | None  # None: all
     begun_s: float
+    until_s: float  # copies are refused
     done: bool = False
 
 
@@ -40,12 +44,14 @@ class Clears:
     def __init__(self) -> None:
         self._clears: dict[str, _Clear] = {}  # oldest first
 
-    def begin(self, clear_id: str, namespace: bytes | None, now_s: float) -> None:
-        """From here on copies of what is being forgotten are refused."""
+    def begin(
+        self, clear_id: str, namespace: bytes | None, *, until_s: float, now_s: float
+    ) -> None:
+        """From here on copies of what is being forgotten are refused, ``until_s`` at most."""
         if not clear_id or clear_id in self._clears:
             return
         self._forget(now_s)
-        self._clears[clear_id] = _Clear(namespace, now_s)
+        self._clears[clear_id] = _Clear(namespace, now_s, min(until_s, now_s + FENCE_S_MAX))
 
     def end(self, clear_id: str) -> None:
         """What the clear covers has been forgotten here."""
@@ -67,7 +73,7 @@ class Clears:
         """Pages of ``namespace`` may be what was cleared here: the sender had not done it yet."""
         return any(
             clear.namespace in (None, namespace)
-            and clear.begun_s + FENCE_S > now_s
+            and now_s < clear.until_s
             and clear_id not in done_there
             for clear_id, clear in self._clears.items()
         )

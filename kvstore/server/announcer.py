@@ -19,9 +19,9 @@ import numpy as np
 
 from kvstore.events import KvEventLog, Medium
 from kvstore.events.control import SNAPSHOT_PART_KEYS
-from kvstore.server.page_table import READY, SPILLED, PageTable
+from kvstore.server.page_table import DROPPED, READY, SPILLED, PageTable
 
-_MEDIA = {READY: Medium.CPU, SPILLED: Medium.DISK}
+_MEDIA = tuple({READY: Medium.CPU, SPILLED: Medium.DISK}.get(s) for s in range(DROPPED + 1))
 
 
 class Announcer:
@@ -34,15 +34,15 @@ class Announcer:
     def moving(self, row: int, state: int) -> None:
         """An indexed page is about to be in ``state``."""
         table = self._table
-        before, after = _MEDIA.get(table.state[row]), _MEDIA.get(state)
-        if before is after or table.num_tokens[row] != table.spec_of(row).page_size:
+        before, after = _MEDIA[table.state[row]], _MEDIA[state]
+        if before is after or table.num_tokens[row] != table.specs[table.spec[row]].page_size:
             return
         key = table.key(row)
         if before is not None:
-            self.log.removed([key], medium=before)
+            self.log.removed_page(key, medium=before)
         if after is not None:
             parent = table.parent_key(row) if table.depth[row] else None
-            self.log.stored([key], parent=parent, tokens=table.tokens(row), medium=after)
+            self.log.stored_page(key, parent=parent, tokens=table.tokens(row), medium=after)
 
     def held(self) -> Iterator[bytes]:
         """Packed keys of all full pages that can be read, a run of rows at a time.

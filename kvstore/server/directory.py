@@ -294,11 +294,11 @@ class Directory:
 
         Returns the row to let go of; None when the reservation is gone.
         """
-        grant = self.find(key, generation)
-        if grant is None:
+        row = self._table.find(key)
+        if not row or self._table.generation[row] != generation:
             return None
-        self._ledger.hold(grant.row)
-        return grant.row
+        self._ledger.hold(row)
+        return row
 
     def let_go(self, row: int) -> None:
         """Nothing of this process touches the slot of ``row`` any more."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -24,8 +25,6 @@ from kvstore.config import (
     LEASES_MAX,
     MATCH_KEYS_MAX,
     PAGES_PER_MESSAGE_MAX,
-    WAIT_S_MAX,
-    WATCHES_MAX,
 )
 from kvstore.events import CacheCleared, ClearCache
 from kvstore.messages import (
@@ -61,6 +60,7 @@ from kvstore.page import KEY_NBYTES, PageKey
 from kvstore.replication.clears import Clears
 from kvstore.server.directory import Directory
 from kvstore.server.entry import Grant, Lease
+from kvstore.server.polls import REPLY_MARGIN_S, changed, poll_end_s
 from kvstore.server.sessions import Sessions
 from kvstore.store import PageState
 from kvstore.verify import well_formed
@@ -68,7 +68,11 @@ from transfer.channel import Caller, Service
 from transfer.errors import RemoteFailed
 from transfer.interface import Region
 
-REPLY_MARGIN_S = 0.05  # a long poll answers this much before its caller would give up
+
+class _Commit(NamedTuple):
+    message: CommitPages
+    found: Sequence[Grant | None]
+    own: bool  # this node wrote the bytes
 
 
 class StoreHandlers:
@@ -107,7 +111,7 @@ class StoreHandlers:
         self.committed: Callable[[Sequence[PageKey]], None] = lambda keys: None
         self.dropped: Callable[[Sequence[PageKey]], None] = lambda keys: None
         self.spread: Callable[[Sequence[PageKey]], bytes] = lambda keys: b""
-        self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] = _nothing_spilled
+        self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] | None = None
         self.sessions = Sessions(lambda writer: directory.bury(writer, _now_s()))
         self.clears = Clears()
         self.draining = False
@@ -156,7 +160,8 @@ class StoreHandlers:
 
     async def _clear(self, message: ClearStore, caller: Caller) -> StoreDone:
         count = 0
-        self.clears.begin(message.clear_id, message.namespace, _now_s())
+        until_s = caller.deadline_s  # after it, no node begins this clear any more
+        self.clears.begin(message.clear_id, message.namespace, until_s=until_s, now_s=_now_s())
         for num_cleared in self._directory.clearing(message.namespace):
             count += num_cleared
             await asyncio.sleep(0)  # a million pages take seconds: others are served meanwhile
@@ -193,36 +198,35 @@ class StoreHandlers:
         self._fence(message.incarnation)
         found = [self._directory.find(page.key, page.generation) for page in message.pages]
         written = [self._bytes_of(grant) for grant in found if grant is not None]
+        own = caller.peer.incarnation == self._incarnation  # its reads have ended: nothing is late
+        commit = _Commit(message, found, own)
         if fit_inline(written):
-            return self._publish(message, found, checksums_now(written))
-        return self._commit_many(message, found, written)
+            return self._publish(commit, checksums_now(written))
+        return self._commit_many(commit, written)
 
-    async def _commit_many(
-        self, message: CommitPages, found: Sequence[Grant | None], written: Sequence[PageBytes]
-    ) -> PagesCommitted:
-        return self._publish(message, found, await checksums(written))
+    async def _commit_many(self, commit: _Commit, written: Sequence[PageBytes]) -> PagesCommitted:
+        return self._publish(commit, await checksums(written))
 
-    def _publish(
-        self, message: CommitPages, found: Sequence[Grant | None], sums: Sequence[bytes]
-    ) -> PagesCommitted:
+    def _publish(self, commit: _Commit, sums: Sequence[bytes]) -> PagesCommitted:
         """Make visible what hashes to what the writer declared; ``sums`` are of those found."""
         left = iter(sums)
         statuses = []
-        for page, grant in zip(message.pages, found, strict=True):
+        pages = commit.message.pages
+        for page, grant in zip(pages, commit.found, strict=True):
             if grant is not None and next(left) != page.checksum:
-                statuses.append(self._torn(grant))
+                statuses.append(self._torn(grant, quiet=commit.own))
             elif self._directory.commit(page.key, page.generation, page.checksum):
                 statuses.append(CommitStatus.READY)
             else:
                 statuses.append(CommitStatus.STALE)
         ready = CommitStatus.READY
-        self.committed([p.key for p, s in zip(message.pages, statuses, strict=True) if s is ready])
+        self.committed([p.key for p, s in zip(pages, statuses, strict=True) if s is ready])
         return PagesCommitted(tuple(statuses))
 
-    def _torn(self, grant: Grant) -> CommitStatus:
+    def _torn(self, grant: Grant, *, quiet: bool) -> CommitStatus:
         """The slot does not hold what the writer declared. A ready page is left alone."""
         self.counters["torn_writes"] += 1
-        self._directory.abort(grant.key, grant.slot.generation, quiet=False)
+        self._directory.abort(grant.key, grant.slot.generation, quiet=quiet)
         return CommitStatus.TORN
 
     def _abort(self, message: AbortPages, caller: Caller) -> StoreDone:
@@ -240,8 +244,7 @@ class StoreHandlers:
         self, message: AcquirePages, caller: Caller
     ) -> PagesAcquired | Awaitable[PagesAcquired]:
         self._admit(len(message.keys))
-        if message.first is not None and message.first.incarnation == self._incarnation:
-            self._end_leases(message.first)
+        self._end_first(message.first)
         if self._directory.num_leases >= LEASES_MAX:
             raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
         if self._directory.num_spilled:
@@ -253,8 +256,9 @@ class StoreHandlers:
 
     async def _acquire_later(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
         """Once what is on the SSD has been read, and once there is something to lease."""
-        until_s = _poll_end_s(message.wait_s, caller)
-        await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
+        until_s = poll_end_s(message.wait_s, caller)
+        if self.promote is not None:
+            await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
         lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
         while lease is None and await self._changed(message.keys, until_s):
             lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
@@ -273,7 +277,7 @@ class StoreHandlers:
 
     async def _await(self, message: AwaitPages, caller: Caller) -> PageStates:
         self._admit(len(message.keys))
-        until_s = _poll_end_s(message.wait_s, caller)
+        until_s = poll_end_s(message.wait_s, caller)
         states = self._states(message.keys)
         while all(state is PageState.WRITING for state in states):
             if not await self._changed(message.keys, until_s):
@@ -296,6 +300,11 @@ class StoreHandlers:
         dropped = await self._drop_corrupt(message)
         self._end_leases(message)
         return StoreDone(dropped)
+
+    def _end_first(self, ended: ReleasePages | None) -> None:
+        if ended is not None and ended.incarnation == self._incarnation:
+            self._admit(len(ended.others))
+            self._end_leases(ended)
 
     def _end_leases(self, message: ReleasePages) -> None:
         for lease_id in (message.lease_id, *message.others):
@@ -361,38 +370,14 @@ class StoreHandlers:
             text = f"the grant is of incarnation {incarnation}, this is {self._incarnation}"
             raise RemoteFailed("stale_incarnation", text)
 
+    async def _changed(self, keys: Sequence[PageKey], until_s: float) -> bool:
+        return await changed(self._directory.watches, keys, until_s) and not self.closed
+
     def _bytes_of(self, grant: Grant) -> PageBytes:
         slot = grant.slot
         page = self._view[slot.offset : slot.offset + slot.nbytes]
         return PageBytes(grant.spec, page, grant.num_tokens)
 
-    async def _changed(self, keys: Sequence[PageKey], until_s: float) -> bool:
-        """Wait until the state of one of ``keys`` changes; False when the time is over."""
-        if _now_s() >= until_s:
-            return False
-        watches = self._directory.watches
-        if watches.num_keys + len(keys) > WATCHES_MAX:
-            raise RemoteFailed("busy", f"this store node holds {watches.num_keys} waits already")
-        changed = asyncio.Event()
-        watch_id = watches.add(keys, changed.set)
-        try:
-            async with asyncio.timeout_at(until_s):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        finally:
-            watches.remove(watch_id)
-        return not self.closed
-
-
-async def _nothing_spilled(keys: Sequence[PageKey], deadline_s: float) -> None:
-    """There is no tier below memory."""
-
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _poll_end_s(wait_s: float, caller: Caller) -> float:
-    wait_s = min(wait_s, WAIT_S_MAX) if wait_s > 0.0 else 0.0  # a peer's number: may be NaN
-    return min(_now_s() + wait_s, caller.deadline_s - REPLY_MARGIN_S)

@@ -170,6 +170,12 @@ class KeyIndex:
 
     # ---- proof
 
+    def longest_run(self) -> int:
+        """Slots that the worst search looks at; O(slots)."""
+        empty = np.flatnonzero(self._slots == NULL_ROW)
+        around = np.append(empty, empty[0] + len(self._slots))
+        return int(np.diff(around).max())
+
     def check(self) -> None:
         """Assert that every indexed row is found by its key; O(keys)."""
         rows = self._slots[self._slots != NULL_ROW]

@@ -60,7 +60,7 @@ class Ledger:
         self.tenants = tenants
         self.heat = heat
         self.queues = Queues(table, policy, tenants)
-        self.line = Line(table, self.queues.tenant_of)
+        self.line = Line(table, tenants)
         self.watches = Watches()
         self.counters: Counters = Counters()
         self.slabs = SlabStamps()

@@ -19,10 +19,10 @@ A place is valid while the page is in line under the same grant and stamp; other
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstore.server.page_table import IN_LINE, PageTable
+from kvstore.server.tenants import Tenants
 
 _PLACES_SLACK = 1024  # places of pages that have left the line, kept before it is cleaned
 
@@ -38,14 +38,13 @@ class Place(NamedTuple):
 class Line:
     """See the module's docstring."""
 
-    def __init__(self, table: PageTable, tenant_of: Callable[[int], int]) -> None:
+    def __init__(self, table: PageTable, tenants: Tenants) -> None:
         self._table = table
-        self._tenant_of = tenant_of
+        self._tenants = tenants
         self._places: dict[int, dict[int, deque[Place]]] = {}
         self._num_places = 0
         self._num = 0
         self.nbytes = 0
-        self.held: dict[int, int] = {}  # bytes by tenant
 
     def __len__(self) -> int:
         return self._num
@@ -84,12 +83,11 @@ class Line:
         self._count(row, -1)
 
     def _count(self, row: int, num: int) -> int:
-        nbytes, tenant = num * self._table.page_nbytes(row), self._tenant_of(row)
+        nbytes = num * self._table.page_nbytes(row)
+        tenant = self._tenants.tenant_of(self._table.namespace[row])
         self._num += num
         self.nbytes += nbytes
-        self.held[tenant] = self.held.get(tenant, 0) + nbytes
-        if not self.held[tenant]:
-            del self.held[tenant]
+        self._tenants.stand(tenant, nbytes)
         return tenant
 
     def _clean(self) -> None:
@@ -126,7 +124,7 @@ class Line:
         rows = [row for row in table.used_rows() if row in self]
         assert len(rows) == self._num
         assert self.nbytes == sum(table.page_nbytes(row) for row in rows)
-        assert self.nbytes == sum(self.held.values())
+        assert self.nbytes == sum(self._tenants.in_line().values())
         places = [p for lines in self._places.values() for some in lines.values() for p in some]
         assert len(places) == self._num_places
         assert {place.row for place in places if self._in_line(place)} == set(rows)

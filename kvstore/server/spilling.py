@@ -161,7 +161,7 @@ class Spilling:
         if not ledger.tenants.separate:
             return ledger.queues.pop(COMMON, ledger.eligible, ledger.now)
         if self._turn is None or not self._turn_left:
-            self._turn = ledger.tenants.next_giver(ledger.line.held)
+            self._turn = ledger.tenants.next_giver()
             self._turn_left = STICKY_EVICTIONS
         self._turn_left -= 1
         if self._turn is None:

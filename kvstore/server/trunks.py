@@ -64,7 +64,7 @@ class Trunks:
         self.num_children[trunk] -= 1
         if self.num_children[trunk]:
             return False
-        assert not self.num_resident[trunk] and not self.num_staying[trunk], trunk
+        assert self.num_resident[trunk] == self.num_staying[trunk] == 0, trunk
         self._index.remove(trunk)
         self.page[trunk] = NULL_ROW
         self._pool.give_back(trunk)

@@ -14,10 +14,10 @@ import sqlite3
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.blocking_calls import BlockingCalls
 from kvstore.ssd.config import FLUSH_PAGES_MAX
 from kvstore.ssd.index import Index
 from kvstore.ssd.page_file import PageFile
+from transfer.blocking_calls import BlockingCalls
 
 Changes = dict[int, bytes | None]
 

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.blocking_calls import BlockingCalls
 from kvstore.page import PageKey
 from kvstore.ssd.bounce import BouncePool, copy
 from kvstore.ssd.catalogue import Catalogue, Grant
@@ -27,6 +26,7 @@ from kvstore.ssd.config import BOUNCE_NBYTES, LOADS_MAX
 from kvstore.ssd.health import DiskState
 from kvstore.ssd.slot_io import Damage, Found, SlotIO
 from kvstore.store import PageRecord
+from transfer.blocking_calls import BlockingCalls
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvstore.blocking_calls import BlockingCalls
 from kvstore.page import PageKey
 from kvstore.server.tier import TierPage
 from kvstore.ssd.bounce import BouncePool, copy
@@ -27,6 +26,7 @@ from kvstore.ssd.header import SlotHeader, fits_format, pack_header, slot_nbytes
 from kvstore.ssd.health import DiskState
 from kvstore.ssd.journal import Journal
 from kvstore.ssd.slot_io import SlotIO
+from transfer.blocking_calls import BlockingCalls
 
 BURST_S = 1.0  # of the budget: what may be saved up
 

@@ -21,7 +21,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.blocking_calls import BlockingCalls
 from kvstore.page import PageKey, PageSpec
 from kvstore.server.tier import TierPage
 from kvstore.ssd.config import BLOCK_NBYTES, SsdConfig
@@ -34,6 +33,7 @@ from kvstore.ssd.page_reader import PageReader
 from kvstore.ssd.page_writer import PageWriter
 from kvstore.ssd.slot_io import SlotIO
 from kvstore.store import PageRecord
+from transfer.blocking_calls import BlockingCalls
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from tests.kvstore.pages import SPEC, sequence
 LEASE_S = 5.0
 NUM_SLOTS = 12
 LOW = 0.6
+SPILL = 0.3
 QUOTA = 0.5
 TENANTS = (b"a" * 32, b"b" * 32)
 
@@ -53,6 +54,7 @@ class Model:
             lease_s=LEASE_S,
             high=int(nbytes * 0.9),
             low=int(nbytes * LOW),
+            spill=int(nbytes * SPILL),
             policy=setup.policy,
             quotas={TENANTS[0]: QUOTA} if setup.quotas else None,
             half_life_s=4.0,

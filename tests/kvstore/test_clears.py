@@ -22,7 +22,7 @@ from kvstore.messages import (
     pack_keys,
     states_of,
 )
-from kvstore.replication.clears import CLEARS_KEPT_MAX, FENCE_S, KEPT_S, Clears
+from kvstore.replication.clears import CLEARS_KEPT_MAX, FENCE_S_MAX, KEPT_S, Clears
 from kvstore.replication.messages import CopiesTaken, CopyStatus, TakeCopies
 from kvstore.server.node import StoreNode
 from kvstore.store import PutOutcome, PutPolicy
@@ -42,7 +42,7 @@ KEYS = tuple(page.key for page in sequence(TOKENS))
 
 def test_copies_are_refused_from_who_has_not_done_what_was_begun_here() -> None:
     clears = Clears()
-    clears.begin("x", A, 0.0)
+    clears.begin("x", A, until_s=1e9, now_s=0.0)
     assert clears.done() == ()
     assert clears.forbid(A, (), 1.0)
     assert clears.forbid(A, ("y",), 1.0)
@@ -55,24 +55,27 @@ def test_copies_are_refused_from_who_has_not_done_what_was_begun_here() -> None:
 
 def test_a_clear_of_everything_covers_every_namespace() -> None:
     clears = Clears()
-    clears.begin("x", None, 0.0)
+    clears.begin("x", None, until_s=1e9, now_s=0.0)
     assert clears.forbid(A, (), 1.0)
     assert clears.forbid(b"", (), 1.0)
 
 
-def test_a_node_that_a_clear_never_reached_is_refused_for_a_while_only() -> None:
+def test_a_node_that_a_clear_never_reached_is_refused_only_while_it_might_be() -> None:
     clears = Clears()
-    clears.begin("x", A, 0.0)
-    assert clears.forbid(A, (), FENCE_S - 1.0)
-    assert not clears.forbid(A, (), FENCE_S)
+    clears.begin("x", A, until_s=10.0, now_s=0.0)
+    assert clears.forbid(A, (), 9.9)
+    assert not clears.forbid(A, (), 10.0)
+    clears.begin("y", B, until_s=1e9, now_s=0.0)
+    assert clears.forbid(B, (), FENCE_S_MAX - 0.1)
+    assert not clears.forbid(B, (), FENCE_S_MAX)
 
 
 def test_a_repeated_clear_is_still_done_and_one_without_a_name_is_not_kept() -> None:
     clears = Clears()
-    clears.begin("x", A, 0.0)
+    clears.begin("x", A, until_s=1e9, now_s=0.0)
     clears.end("x")
-    clears.begin("x", A, 1.0)
-    clears.begin("", A, 1.0)
+    clears.begin("x", A, until_s=1e9, now_s=1.0)
+    clears.begin("", A, until_s=1e9, now_s=1.0)
     clears.end("")
     clears.end("never begun")
     assert clears.done() == ("x",)
@@ -82,10 +85,10 @@ def test_a_repeated_clear_is_still_done_and_one_without_a_name_is_not_kept() -> 
 def test_memory_of_clears_is_bounded_in_number_and_time() -> None:
     clears = Clears()
     for number in range(2 * CLEARS_KEPT_MAX):
-        clears.begin(f"{number}", A, 0.0)
+        clears.begin(f"{number}", A, until_s=1e9, now_s=0.0)
         clears.end(f"{number}")
     assert len(clears.done()) == CLEARS_KEPT_MAX
-    clears.begin("later", A, KEPT_S)
+    clears.begin("later", A, until_s=1e9, now_s=KEPT_S)
     assert clears.done() == ()
 
 

@@ -223,6 +223,7 @@ MORE = [pass_time, clear, bury, renew, pin, spill, spill, promote]
 def play(setup: Setup, seed: int) -> None:
     rng = random.Random(seed)
     m = Model(setup)
+    m.d.spilling.set_working(working=bool(setup.ssd_pages) and seed % 4 != 3)
     for _ in range(300):
         m.step += 1
         rng.choice([*ACTIONS, *MORE])(m, rng)
@@ -256,8 +257,11 @@ def test_quotas_hold_in_random_histories(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_spilling_and_promoting_agree_with_the_model(seed: int) -> None:
-    play(Setup("heat" if seed % 2 else "lru", ssd_pages=2, quotas=seed % 3 == 0), seed)
+@pytest.mark.parametrize("ssd_pages", [2, 1000])
+def test_spilling_and_promoting_agree_with_the_model(ssd_pages: int, seed: int) -> None:
+    policy = list(POLICIES)[seed % len(POLICIES)]
+    setup = Setup(policy, ssd_pages=ssd_pages, quotas=seed % 3 == 0, priorities=seed % 4 == 0)
+    play(setup, seed)
 
 
 def test_the_model_is_not_vacuous() -> None:

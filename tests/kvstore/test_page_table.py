@@ -10,13 +10,16 @@ import msgspec
 import pytest
 
 from kvstore.page import PAGE_SIZE_MAX, PageKey, PageSpec
-from kvstore.server.columns import NUM_ROWS_FIRST
+from kvstore.server.candidates import Candidates
+from kvstore.server.columns import NUM_ROWS_FIRST, Columns
 from kvstore.server.directory import Directory
 from kvstore.server.key_index import KeyIndex
 from kvstore.server.names import Names
 from kvstore.server.page_table import READY, PageTable
+from kvstore.server.policies import policy_named
 from kvstore.server.segment import Segment
-from kvstore.store import PageIdentity
+from kvstore.server.tier import TierPage
+from kvstore.store import PageIdentity, PageRecord
 from tests.kvstore.pages import SPEC, sequence
 
 
@@ -46,6 +49,80 @@ def test_the_index_agrees_with_a_dict_whatever_the_keys_look_like(style: str) ->
     assert index.find_many(b"".join(keys)).tolist() == [naive.get(key, 0) for key in keys]
     assert index.find_many(b"").tolist() == []
     assert index.find(b"short") == 0
+
+
+def alike(number: int, style: str) -> bytes:
+    """Keys that a client might choose to make the index slow."""
+    if style == "folded":  # words that cancel out
+        word = number.to_bytes(8, "little")
+        return word + word + bytes(16)
+    if style == "high bits":
+        bits = [(number >> i & 1) << 7 for i in range(32)]
+        return bytes(bits)
+    return number.to_bytes(32, "little") if style == "low" else number.to_bytes(32, "big")
+
+
+@pytest.mark.parametrize("style", ["folded", "high bits", "low", "high"])
+def test_keys_that_were_chosen_to_be_alike_do_not_share_a_run(style: str) -> None:
+    index = KeyIndex(seed=b"unknown to whoever chose them")
+    index.grow(4096, 1)
+    for row in range(1, 4096):
+        index.insert(row, alike(row, style))
+    assert index.longest_run() < 64
+
+
+def test_what_is_found_does_not_depend_on_the_seed() -> None:
+    indexes = [KeyIndex(seed) for seed in (b"", b"a", b"b")]
+    for row in range(1, 500):
+        for index in indexes:
+            index.insert(row, key_of(row))
+    packed = b"".join(key_of(row) for row in range(1000))
+    found = [index.find_many(packed).tolist() for index in indexes]
+    assert found == [[row if 0 < row < 500 else 0 for row in range(1000)]] * 3
+
+
+def test_a_node_that_knows_its_capacity_never_stops_to_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = Directory(Segment(2000 * SPEC.page_nbytes), lease_s=1.0, high=1, low=1)
+    directory.expect(2000 * SPEC.page_nbytes)
+    grown: list[int] = []
+    grow = Columns.grow
+
+    def counted(columns: Columns, num_rows: int, used: int) -> None:
+        grown.append(num_rows)
+        grow(columns, num_rows, used)
+
+    monkeypatch.setattr(Columns, "grow", counted)
+    pages = sequence(range(4 * 4000))
+    for number, page in enumerate(pages):
+        record = PageRecord(
+            key=page.key,
+            parent=page.parent,
+            depth=page.depth,
+            tokens=page.tokens,
+            checksum=bytes(16),
+            page_nbytes=SPEC.page_nbytes,
+        )
+        assert directory.spilling.adopt(TierPage(record, SPEC, b"", 35, float(number)))
+    assert grown == [4001, 4002], "once for pages and once for trunks, before the first"
+
+
+def test_pages_that_go_by_other_ways_leave_no_candidates_behind() -> None:
+    table = PageTable()
+    spec_id = table.spec_id(SPEC)
+    assert spec_id is not None
+    rows = [table.add(page, spec_id, b"") for page in sequence(range(4 * 100))]
+    candidates = Candidates(table, policy_named("lru", table), lambda row: True)
+    for _ in range(200):
+        for row in rows:
+            candidates.offer(row)
+            table.queued[row] = 0
+        assert len(candidates) <= 2048
+    for row in rows:
+        candidates.offer(row)
+    taken = [candidates.pop(lambda row: True, 1) for _ in range(101)]
+    assert sorted(row for row in taken if row is not None) == rows
 
 
 def test_the_index_keeps_its_keys_when_it_grows() -> None:

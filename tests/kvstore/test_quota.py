@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from kvstore.config import StoreConfig
@@ -93,3 +96,33 @@ def test_without_quotas_the_coldest_page_goes_whoever_stored_it() -> None:
 def test_quotas_that_make_no_sense_are_refused(quotas: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="quotas"):
         StoreConfig(quotas=quotas)
+
+
+def test_who_has_most_is_found_among_many_tenants_whatever_has_changed() -> None:
+    rng = random.Random(1)
+    tenants = Tenants({A: 0.2, B: 0.1}, 10_000)
+    names = {1: A, 2: B} | {number: b"%032d" % number for number in range(3, 300)}
+    held: Counter[int] = Counter()
+    in_line: Counter[int] = Counter()
+    for _ in range(5000):
+        tenant = rng.choice(list(names)[: rng.choice([5, 300])])
+        nbytes = rng.randrange(1, 100)
+        action = rng.random()
+        if action < 0.5:
+            tenants.hold(tenant, names[tenant], nbytes)
+            held[tenant] += nbytes
+        elif action < 0.7 and held[tenant] - in_line[tenant] >= nbytes:
+            tenants.give(tenant, nbytes)
+            held[tenant] -= nbytes
+        elif action < 0.9 and held[tenant] - in_line[tenant] >= nbytes:
+            tenants.stand(tenant, nbytes)
+            in_line[tenant] += nbytes
+        elif in_line[tenant]:
+            tenants.stand(tenant, -in_line.pop(tenant))
+        over = {t: excess for t in names if (excess := tenants.excess(t)) > 0 and held[t]}
+        left = {t: held[t] - in_line[t] - tenants.share(t) for t in held if held[t] > in_line[t]}
+        given = list(tenants.givers(None))
+        assert sorted(set(given)) == sorted(over)
+        assert [over[t] for t in given[-len(over) :]] == sorted(over.values(), reverse=True)
+        chosen = tenants.next_giver()
+        assert left[chosen] == max(left.values()) if chosen is not None else not left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvstore.messages import CommitPages, OpenStore, PageCommit, PagesCommitted, StoreOpened
@@ -11,6 +12,7 @@ from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import put_all
 from tests.kvstore.faulty import get_all, open_client, raw_channel
 from transfer.errors import RemoteFailed
+from transfer.identity import Incarnation
 from transfer.interface import deadline_after
 
 
@@ -20,7 +22,7 @@ async def test_grants_of_before_are_refused_and_the_pages_stay(cluster: StoreClu
     client = await open_client(stores)
     assert set(await put_all(stores, client, range(4))) == {PutOutcome.STORED}
     before = node.identity
-    node.renew(type(before)(node_id=before.node_id, role=before.role, incarnation="other"))  # type: ignore[arg-type]
+    node.renew(msgspec.structs.replace(before, incarnation=Incarnation("other")))
     channel = await raw_channel(cluster, node.address)
     commit = PageCommit(PageKey(b"k" * 32), 7, b"c" * 16)
     with pytest.raises(RemoteFailed, match="stale_incarnation"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -103,3 +105,23 @@ def test_pages_can_move_over_a_store_node_or_the_engine_that_is_stated(
     member = Member(info=info_of(role, contract), status=NodeStatus())
     assert MembershipView(members=(member,)).has_store is has_store
     assert not MembershipView().has_store
+
+
+_LEFT_BEHIND = """
+import atexit, sys, threading
+from launch import process_env
+atexit.register(print, "the interpreter ended")
+hang = threading.Event().wait
+threading.Thread(target=hang, name=sys.argv[1], daemon=True).start()
+process_env.end_if_a_call_hangs(3)
+"""
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("name", "ended"), [("mooncake-read-0", (3, "")), ("other", (0, "the "))])
+def test_a_call_of_mooncake_left_behind_neither_holds_nor_crashes_the_end(
+    name: str, ended: tuple[int, str]
+) -> None:
+    command = [sys.executable, "-c", _LEFT_BEHIND, name]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stdout[:4]) == ended, run.stderr

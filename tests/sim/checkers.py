@@ -24,6 +24,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isawaitable
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -55,12 +56,13 @@ from kvstore.verify import same_identity
 from tests.sim.book import content
 from tests.sim.loop import CURRENT_LIFE, OUR_ERRORS, SimLoop
 from transfer.channel import Caller, Service
+from transfer.identity import Role
 
 CHECK_EVERY = 40  # deliveries between two checks of one node's own books
 LATE_S = 0.5  # how much later than its deadline a call may end: it waits for its own clean-up
 
 Name = tuple[PageKey, int]  # key, generation
-Handler = Callable[[Any, Caller], Awaitable[Any]]
+Handler = Callable[[Any, Caller], Any]  # its answer, or an awaitable of it
 Hook = Callable[[str, Any], Awaitable[None]]
 
 
@@ -192,6 +194,7 @@ class NodeWatch:
         self._writes: dict[Name, None] = {}  # grants under a writer's promise
         self._leases: dict[int, _ReadLease] = {}
         self._generations: dict[int, PageKey] = {}
+        self._asker: Role | None = None  # of the message that has just been answered
         self._incarnation = ""  # that the last leases are of
 
     def add_to(self, service: Service) -> None:
@@ -219,12 +222,17 @@ class NodeWatch:
             if before is not None:
                 before(message)
             try:
-                reply = await handler(message, caller)
+                reply = handler(message, caller)
+                if isawaitable(reply):
+                    reply = await reply
             except OUR_ERRORS as error:  # would be answered as an internal error
                 self._checks.report("soundness", f"{self._name}: {message!r:.200}: {error!r}")
                 raise
             if after is not None:
+                self._asker = caller.peer.role
                 after(message, reply, started_s)
+            if isinstance(reply, PagesCommitted) and caller.peer.node_id == self._name:
+                self._own_writes_end(message)
             return reply
 
         return watched
@@ -271,9 +279,11 @@ class NodeWatch:
 
     def _committing(self, message: CommitPages, reply: PagesCommitted, started_s: float) -> None:
         for page, status in zip(message.pages, reply.statuses, strict=True):
+            name = (page.key, page.generation)
+            if status is CommitStatus.TORN and self._asker is Role.STORE:
+                self._writes.pop(name, None)  # the node's own read has ended: nothing comes late
             if status is not CommitStatus.READY:
                 continue
-            name = (page.key, page.generation)
             current = self._latest.get(page.key) == page.generation and name in self._grants
             self._require(current, "fencing", f"a commit by an old name: {page}")
             self._require(name not in self._ready, "fencing", f"a second commit of {page}")
@@ -284,6 +294,11 @@ class NodeWatch:
             grant = self._grants[name]
             whole = self._holds(page.key, grant.offset, grant.nbytes, grant.num_tokens)
             self._require(whole, "visibility", f"committed without the bytes of {page.key.hex()}")
+
+    def _own_writes_end(self, message: CommitPages) -> None:
+        """The node itself read what it commits: no byte of it is late, whatever became of it."""
+        for page in message.pages:
+            self._writes.pop((page.key, page.generation), None)
 
     def _holds(self, key: PageKey, offset: int, nbytes: int, num_tokens: int) -> bool:
         page = self._view()[offset : offset + nbytes]

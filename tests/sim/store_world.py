@@ -101,11 +101,15 @@ class StoreWorld:
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until every client sees every store."""
+        """Wait until every client sees every store, and no back-off is left of bad times."""
         await self.cluster.until(
-            lambda: all(len(self.clients[c].links.all()) == len(STORES) for c in CLIENTS),
+            lambda: all(self.cluster.node(c).call(self._sees_all, c) for c in self.clients),
             timeout_s=30,
         )
+
+    def _sees_all(self, name: str) -> bool:
+        links = self.clients[name].links.all()
+        return len(links) == len(STORES) and all(link.usable for link in links)
 
     async def start_one(self, name: str) -> None:
         sim = self.cluster.node(name)

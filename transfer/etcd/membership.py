@@ -25,9 +25,7 @@ from collections.abc import Callable
 from transfer.errors import (
     DeadlineExceeded,
     HelloRefused,
-    PeerClosed,
     PeerLost,
-    PeerUnreachable,
     TransferError,
     Unauthorized,
 )
@@ -39,11 +37,11 @@ from transfer.etcd.records import Keys
 from transfer.etcd.seat import LeaseLost, Seat
 from transfer.etcd.table import MemberTable
 from transfer.identity import Identity
+from transfer.kept_seat import KeptSeat, first_failure
 from transfer.membership import (
     MembershipView,
     NodeInfo,
     NodeStatus,
-    Subscribers,
     Superseded,
     ViewCallback,
 )
@@ -60,7 +58,7 @@ LOG_EVERY_S = 5.0  # while waiting for etcd before there is a seat
 LEAVE_TIMEOUT_S = 1.0
 
 
-class EtcdMembership:
+class EtcdMembership(KeptSeat):
     """``transfer.membership.Membership`` at an etcd.
 
     Args:
@@ -80,40 +78,20 @@ class EtcdMembership:
         renewed: Callable[[Identity], None] = lambda identity: None,
         rng: random.Random | None = None,
     ) -> None:
+        super().__init__(identity, f"etcd answered at {address}")
         self._address = address
-        self._identity = identity
         self._make_client = EtcdClient.factory(address, access or EtcdAccess())
         self._renewed = renewed
         self._rng = rng or random.Random()
         self._keys = Keys(address)
         self._table = MemberTable(self._keys)
-        self._subscribers = Subscribers()
         self._seat: Seat | None = None
-        self._task: asyncio.Task[None] | None = None
         self._pulse: asyncio.TimerHandle | None = None
-        self._seated: asyncio.Future[None] | None = None
-        self._connected = False
-        self._superseded = False
         self._away = False  # etcd failed us since the last list of members
-        self._left = False
-        self._stopping = False
 
     @property
     def view(self) -> MembershipView:
         return self._table.view(self._now_s())
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
-    @property
-    def superseded(self) -> bool:
-        return self._superseded
-
-    @property
-    def alive(self) -> bool:
-        """False when nobody keeps the seat and the view any more."""
-        return self._task is not None and not self._task.done() and not self._stopping
 
     @property
     def identity(self) -> Identity:
@@ -134,20 +112,6 @@ class EtcdMembership:
         self._seat = Seat(self._keys, info, status, renewed=self._renewed, rng=self._rng)
         await self._start()
 
-    async def watch_only(self, *, deadline_s: float | None = None) -> None:
-        """Follow the cluster without being listed in it; returns with the first view.
-
-        Raises:
-            PeerUnreachable: etcd did not answer by ``deadline_s`` (None waits without limit).
-            Unauthorized: etcd knows no such user.
-        """
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                await self._start()
-        except TimeoutError as error:
-            text = f"no etcd answered at {self._address} before the deadline; {self._remedy()}"
-            raise PeerUnreachable(text) from error
-
     async def leave(self) -> None:
         self._left = True
         await self._stop()
@@ -161,51 +125,10 @@ class EtcdMembership:
         except (TransferError, TimeoutError) as error:
             logger.info("left without etcd's answer, the lease runs out: %s", error)
 
-    def abort(self) -> None:
-        """Stop at once, without giving the seat up: the lease runs out. Idempotent."""
-        self._left = self._stopping = True
-        self._connected = False
-        self._end_pulse()
-        if self._task is not None:
-            self._task.cancel()
-
     # ---- the task
 
-    async def _start(self) -> None:
-        assert self._task is None, "a membership is joined once"
-        assert not self._left, "a membership that was left is not joined again"
-        loop = asyncio.get_running_loop()
-        self._seated = loop.create_future()
-        self._beat(loop.time())
-        self._task = loop.create_task(self._run(), name=f"etcd seat {self._identity.node_id}")
-        self._task.add_done_callback(self._ended)
-        try:
-            await self._seated
-        except BaseException:
-            await self._stop()
-            raise
-
-    async def _stop(self) -> None:
-        task = self._task
-        self._stopping = True
-        self._connected = False
-        self._end_pulse()
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """The seat is kept no more, whyever: nobody may think so, or go on waiting for it."""
-        self._connected = False
-        self._end_pulse()
-        failure = None if task.cancelled() else task.exception()
-        if self._seated is not None and not self._seated.done():
-            self._seated.set_exception(failure or PeerClosed("left before etcd answered"))
-        elif failure is not None:
-            text = "%s is no longer a member"
-            logger.error(text, self._identity.node_id, exc_info=failure)
-
     async def _run(self) -> None:
+        self._beat(self._now_s())
         backoff_s, next_log_s = BACKOFF_MIN_S, 0.0
         async with self._make_client() as client:
             while not self._stopping:
@@ -217,7 +140,6 @@ class EtcdMembership:
                 except (HelloRefused, Unauthorized) as error:
                     if self._give_up(error):
                         return
-                    logger.error("registration is refused, trying again: %s", error)
                     backoff_s = BACKOFF_MAX_S
                 except TransferError as error:
                     backoff_s = BACKOFF_MIN_S if self._connected else backoff_s
@@ -228,17 +150,6 @@ class EtcdMembership:
                     return
                 await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
-
-    def _give_up(self, error: TransferError) -> bool:
-        """Hand a refusal to ``join`` if it still waits; stop for good when replaced."""
-        assert self._seated is not None
-        self._superseded = isinstance(error, Superseded)
-        if not self._seated.done():
-            self._seated.set_exception(error)
-            return True
-        if self._superseded:
-            logger.error("%s", error)
-        return self._superseded
 
     def _say_away(self, error: TransferError, endpoint: str, next_log_s: float) -> float:
         """Say once that etcd is lost; while there is no seat yet, again and again.
@@ -279,7 +190,7 @@ class EtcdMembership:
                 group.create_task(self._watch(client, revision), name="etcd watch")
                 group.create_task(self._keep(client), name="etcd keep-alive")
         except* TransferError as errors:
-            failure = _first(errors)
+            failure = first_failure(errors, Superseded, LeaseLost)
         if failure is not None and not self._stopping:
             raise failure
 
@@ -296,9 +207,7 @@ class EtcdMembership:
         self._table.heard_before(self._now_s(), heard)
         self._away, self._connected = False, True
         self._publish()
-        assert self._seated is not None
-        if not self._seated.done():
-            self._seated.set_result(None)
+        self._seat_taken()
         return listing.revision
 
     async def _watch(self, client: EtcdClient, revision: int) -> None:
@@ -354,7 +263,8 @@ class EtcdMembership:
             logger.warning("%s did not come back after etcd did; removed", node_id)
         self._publish()
 
-    def _end_pulse(self) -> None:
+    def _end(self) -> None:
+        super()._end()
         if self._pulse is not None:
             self._pulse.cancel()
             self._pulse = None
@@ -365,16 +275,3 @@ class EtcdMembership:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _first(errors: BaseExceptionGroup[TransferError]) -> TransferError:
-    """Return the failure that says most: a lost seat before a lost connection."""
-    found: list[TransferError] = []
-    groups: list[BaseExceptionGroup[TransferError]] = [errors]
-    while groups:
-        for error in groups.pop().exceptions:
-            if isinstance(error, BaseExceptionGroup):
-                groups.append(error)
-            else:
-                found.append(error)
-    return min(found, key=lambda e: not isinstance(e, Superseded | LeaseLost))

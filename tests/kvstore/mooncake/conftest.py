@@ -1,4 +1,4 @@
-"""A Mooncake cluster per module, and clients of it that share nothing with other tests."""
+"""One Mooncake cluster for all tests, and stores in it that share nothing with other tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from kvstore.mooncake import MooncakeConfig, MooncakeStore
 from tests.kvstore.contract import Stores
 from tests.kvstore.mooncake.cluster import MooncakeCluster, require_library, running
+from tests.kvstore.mooncake.raw import KeptClients, RawClient, raw_client
 from tests.kvstore.pages import SPEC
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
@@ -20,21 +21,34 @@ OpenStore = Callable[[], Awaitable[MooncakeStore]]
 _NUMBERS = itertools.count()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluster]:
     require_library()
     with running(tmp_path_factory.mktemp("mooncake")) as cluster:
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def clients(mooncake: MooncakeCluster) -> Iterator[KeptClients]:
+    kept = KeptClients()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="session")
+def raw(mooncake: MooncakeCluster) -> Iterator[RawClient]:
+    with raw_client(mooncake.master) as client:
+        yield client
+
+
 @pytest.fixture
-async def open_store(mooncake: MooncakeCluster) -> AsyncIterator[OpenStore]:
+async def open_store(mooncake: MooncakeCluster, clients: KeptClients) -> AsyncIterator[OpenStore]:
     """Makes connected clients whose keys no other test sees."""
     config = MooncakeConfig(master=mooncake.master, prefix=f"test-{next(_NUMBERS)}")
     stores: list[MooncakeStore] = []
 
     async def open_one() -> MooncakeStore:
-        store = MooncakeStore(config, spec=SPEC)
+        store = MooncakeStore(config, spec=SPEC, library=clients)
         stores.append(store)
         assert await store.connected(deadline_s=deadline_after(20)), mooncake.logs()
         return store

@@ -1,12 +1,16 @@
-"""Mooncake used past kvferry: a client that reads, damages and leaves objects under any key."""
+"""Mooncake used past kvferry: a client that reads, damages and leaves objects under any key.
+
+Also clients that many tests use in turn, since leaving a cluster takes Mooncake a second.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
-from kvstore.mooncake.binding import Library
+from kvstore.mooncake.binding import Library, NativeStore
 from kvstore.page import PageKey
 
 
@@ -43,3 +47,42 @@ def raw_client(master: str) -> Iterator[RawClient]:
 def object_name(prefix: str, key: PageKey) -> str:
     """The key of a page's object; part of the format that processes share."""
     return f"{prefix}/{key.hex()}"
+
+
+class KeptClients(Library):
+    """The library, except that a client which a store has closed serves the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[_KeptClient] = []
+        self.free: list[_KeptClient] = []
+
+    def new_store(self) -> NativeStore:
+        if not self.free:
+            self.all.append(_KeptClient(super().new_store(), self))
+            return cast(NativeStore, self.all[-1])
+        return cast(NativeStore, self.free.pop())
+
+    def close(self) -> None:
+        if self.all:
+            with ThreadPoolExecutor(len(self.all)) as threads:
+                list(threads.map(lambda client: client.native.close(), self.all))
+
+
+class _KeptClient:
+    def __init__(self, native: Any, home: KeptClients) -> None:
+        self.native = native
+        self._home = home
+        self._is_set_up = False
+
+    def setup(self, *args: Any) -> int:
+        code = 0 if self._is_set_up else int(self.native.setup(*args))
+        self._is_set_up = code == 0
+        return code
+
+    def close(self) -> int:
+        self._home.free.append(self)
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)

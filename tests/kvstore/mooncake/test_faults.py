@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,16 +26,25 @@ SOON_S = 4.0  # far less than what Mooncake itself would take
 BIG = PageSpec(num_layers=8, num_kv_heads=8, head_dim=128, page_size=64, dtype="uint8")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[MooncakeCluster]:
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluster]:
+    """One to be stopped, killed and filled; every test waits until it works again."""
     require_library()
-    with running(tmp_path, segment_nbytes=64 << 20) as started:
+    with running(tmp_path_factory.mktemp("faults"), segment_nbytes=64 << 20) as started:
         yield started
+
+
+def config(cluster: MooncakeCluster) -> MooncakeConfig:
+    """For a store whose keys no other test sees."""
+    return MooncakeConfig(master=cluster.master, prefix=f"faults-{next(_NUMBERS)}")
 
 
 @pytest.fixture
 async def store(cluster: MooncakeCluster) -> AsyncIterator[MooncakeStore]:
-    store = MooncakeStore(MooncakeConfig(master=cluster.master), spec=SPEC)
+    store = MooncakeStore(config(cluster), spec=SPEC)
     assert await store.connected(deadline_s=deadline_after(20))
     yield store
     for name in cluster.processes:
@@ -42,9 +52,11 @@ async def store(cluster: MooncakeCluster) -> AsyncIterator[MooncakeStore]:
     await store.close()
 
 
-async def put(store: MooncakeStore, transfer: TransferEngine, tokens: range) -> list[PutOutcome]:
+async def put(
+    store: MooncakeStore, transfer: TransferEngine, tokens: range, timeout_s: float = SHORT_S
+) -> list[PutOutcome]:
     source, puts = filled(transfer, sequence(tokens))
-    result = await store.put(puts, source=source, deadline_s=deadline_after(SHORT_S))
+    result = await store.put(puts, source=source, deadline_s=deadline_after(timeout_s))
     source.view[:] = b"\xee" * source.nbytes  # the caller's again
     return result.outcomes
 
@@ -115,6 +127,7 @@ async def test_a_cancelled_read_from_a_stopped_process_ends_at_once(
 async def test_a_write_to_a_stopped_process_fails_at_its_deadline_and_never_with_wrong_bytes(
     cluster: MooncakeCluster, store: MooncakeStore, transfer: TransferEngine
 ) -> None:
+    await until_stored(store, transfer, range(100, 108))
     cluster.signal("owner", signal.SIGSTOP)
     async with asyncio.timeout(SOON_S):
         assert await put(store, transfer, range(8)) == [PutOutcome.FAILED] * 2
@@ -180,13 +193,15 @@ async def test_a_client_that_starts_before_the_master_waits_for_it(
 async def test_what_does_not_fit_is_refused(
     cluster: MooncakeCluster, transfer: TransferEngine
 ) -> None:
-    store = MooncakeStore(MooncakeConfig(master=cluster.master), spec=BIG)
+    store = MooncakeStore(config(cluster), spec=BIG)
     assert await store.connected(deadline_s=deadline_after(20))
     pages = sequence(range(64 * 100), spec=BIG)  # 100 MiB into 64
     source, puts = filled(transfer, pages, spec=BIG)
     result = await store.put(puts, source=source, deadline_s=deadline_after(20))
     assert set(result.outcomes) == {PutOutcome.STORED, PutOutcome.REFUSED}
     assert result.moved.num_pages == result.outcomes.count(PutOutcome.STORED)
+    gone = await store.clear(deadline_s=deadline_after(20))  # a full segment evicts a few itself
+    assert 0 < gone <= result.moved.num_pages
     await store.close()
 
 
@@ -198,7 +213,11 @@ async def test_closing_ends_a_get_that_waits_and_puts_that_run(
         asyncio.ensure_future(store.get(gets, into=into, deadline_s=deadline_after(60), wait=True))
         for _ in range(8)
     ]
-    puts = [asyncio.ensure_future(put(store, transfer, range(i, i + 8))) for i in range(0, 400, 8)]
+    await until_stored(store, transfer, range(800, 808))
+    puts = [
+        asyncio.ensure_future(put(store, transfer, range(i, i + 8), timeout_s=60))
+        for i in range(0, 400, 8)
+    ]
     await asyncio.wait(puts, return_when=asyncio.FIRST_COMPLETED)
     async with asyncio.timeout(20):
         await store.close()
@@ -220,3 +239,27 @@ async def test_a_closed_store_holds_nothing(
     assert await put(store, transfer, range(8)) == [PutOutcome.FAILED] * 2
     keys = [page.key for page in sequence(range(8))]
     assert await store.match(keys, deadline_s=deadline_after(1)) == [PageState.ABSENT] * 2
+
+
+async def test_closing_leaves_a_call_that_hangs_behind(
+    cluster: MooncakeCluster, transfer: TransferEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MooncakeStore(config(cluster).model_copy(update={"close_s": 0.1}), spec=SPEC)
+    assert await store.connected(deadline_s=deadline_after(20))
+    await until_stored(store, transfer, range(8))
+    cluster.signal("owner", signal.SIGSTOP)
+    into, gets = empty(transfer, sequence(range(8)))
+    got = await store.get(gets, into=into, deadline_s=deadline_after(SHORT_S))
+    assert GetOutcome.READ not in got.outcomes
+    assert store.num_calls_under_way
+    async with asyncio.timeout(SOON_S):
+        await store.close()
+    assert "left behind" in caplog.text
+    into.view[:] = b"\xee" * into.nbytes
+    cluster.signal("owner", signal.SIGCONT)
+    async with asyncio.timeout(30):
+        while True:
+            if not store.num_calls_under_way:
+                break
+            await asyncio.sleep(POLL_S)
+    assert untouched(into)

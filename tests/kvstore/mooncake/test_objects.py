@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,12 +18,6 @@ from tests.kvstore.pages import empty, filled, holds, sequence
 from transfer.interface import deadline_after
 
 pytestmark = [pytest.mark.net, pytest.mark.shared_processes]
-
-
-@pytest.fixture
-def raw(mooncake: MooncakeCluster) -> Iterator[RawClient]:
-    with raw_client(mooncake.master) as client:
-        yield client
 
 
 async def put(stores: Stores, store: MooncakeStore, tokens: range) -> list[PutOutcome]:

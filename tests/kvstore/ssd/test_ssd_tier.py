@@ -369,6 +369,23 @@ async def test_the_slot_of_a_cancelled_load_waits_for_the_thread(open_tier: Open
     await closing
 
 
+async def test_more_loads_than_memory_wait_in_turn_and_are_all_served(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_reader, "BOUNCE_NBYTES", 2 * 4096)  # one small page at a time
+    disk = FaultyDisk()
+    tier = await open_tier(disk=disk)
+    assert all([await put(tier, number) for number in range(8)])
+    num_reads = disk.num_reads
+    disk.reads.clear()
+    loads = [asyncio.ensure_future(get(tier, number)) for number in range(8)]
+    await asyncio.sleep(0)
+    assert tier.numbers()["ssd_loads_under_way"] == 8
+    assert disk.num_reads - num_reads <= 1
+    disk.reads.set()
+    assert await asyncio.gather(*loads) == [True] * 8
+
+
 async def test_closing_ends_although_the_last_load_gave_up_as_it_got_its_memory(
     open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from kvstore.blocking_calls import BlockingCalls
+from transfer.blocking_calls import BlockingCalls
 
 _HANGS = """
 import asyncio, threading
-from kvstore.blocking_calls import BlockingCalls
+from transfer.blocking_calls import BlockingCalls
 async def main():
     calls = BlockingCalls("hung", 1)
     started = threading.Event()

@@ -31,13 +31,13 @@ class BlockingCalls:
         self._closed = False
 
     def __len__(self) -> int:
-        """Calls under way or queued."""
+        """Calls under way or queued, those included that nobody waits for any more."""
         return len(self._under_way)
 
     def start(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
-        """Run ``function`` on a thread, to its end. The future must not be cancelled."""
+        """Run ``function`` on a thread, to its end, also when the future is cancelled."""
         assert not self._closed, self._name
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -46,7 +46,7 @@ class BlockingCalls:
         self._jobs.put(partial(_run, loop, future, partial(function, *args, **kwargs)))
         if len(self._threads) < min(self._num_threads, len(self._under_way)):
             self._add_thread()
-        return future
+        return asyncio.shield(future)
 
     def _add_thread(self) -> None:
         name = f"{self._name}-{len(self._threads)}"
