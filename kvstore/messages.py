@@ -213,7 +213,9 @@ class PagesAcquired(msgspec.Struct, frozen=True, kw_only=True, tag="pages_acquir
     """The pages that were ready, under one lease that lasts ``lease_s`` from the request on.
 
     ``spread``: on how many nodes each of them lies, one byte per page, 0 for the usual number;
-    empty when that is so for all.
+    empty when that is so for all. ``num_spilled``: so many of the others are on the SSD yet, as
+    not all fit into memory at once: ask again once these have been read. ``waited_s``: from the
+    request's arrival to the grant, when that was not at once; the lease lasts from then on.
     """
 
     incarnation: str
@@ -221,6 +223,8 @@ class PagesAcquired(msgspec.Struct, frozen=True, kw_only=True, tag="pages_acquir
     lease_s: float
     pages: tuple[LeasedPage, ...]
     spread: bytes = b""
+    num_spilled: int = 0
+    waited_s: float = 0.0
 
 
 class ReleasePages(msgspec.Struct, frozen=True, kw_only=True, tag="release_pages"):

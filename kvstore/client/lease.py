@@ -1,7 +1,8 @@
 """Keeps a promise of a store node alive while a transfer needs it, and ends the transfer with it.
 
 Owns the end of one read lease or of the reservations of one batch, as the client counts it: from
-the moment of the request, so that the node's own count ends later. The promise is renewed at
+the moment of the request (and as long after it as the node says that it waited with the grant), so
+that the node's own count ends later. The promise is renewed at
 half-life; when it cannot be, transfers under it are cancelled before the node may reuse the memory.
 """
 

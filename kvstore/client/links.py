@@ -91,6 +91,9 @@ class Course:
     def unreachable(self, indexes: Sequence[int]) -> None:
         self._route.unreachable(indexes)
 
+    def skipped(self, indexes: Sequence[int]) -> list[int]:
+        return self._route.skipped(indexes)
+
 
 class StoreLinks:
     """Links to all live store nodes. Make it inside a running loop.

@@ -72,7 +72,8 @@ class Pull:
         self._spoiled = spoiled
 
     async def once(self, link: StoreLink, todo: Sequence[int], *, wait_s: float) -> list[int]:
-        """Acquire once and read what was ready; returns pages whose lease grew too short.
+        """Acquire once and read what was ready; returns pages to ask for again: those whose lease
+        grew too short, and those that the node had no room for besides these.
 
         Raises:
             TransferError: the node did not answer, or its memory could not be read.
@@ -90,15 +91,17 @@ class Pull:
             link,
             self._parts.config,
             incarnation=reply.incarnation,
-            # a long poll was granted some time after the request, at the latest now
-            sent_s=_now_s() if wait_s else sent_s,
+            # not from the answer's arrival: this process may have stood still since the grant
+            sent_s=sent_s + min(max(0.0, reply.waited_s), _now_s() - sent_s),
             lease_s=reply.lease_s,
             lease_ids=(reply.lease_id,),
         )
         visit = _Visit(link, reply, lease, [])
         try:
             async with lease:
-                return await self._read(visit, self._believed(reply, by_key))
+                granted = self._believed(reply, by_key)
+                later = [i for some in by_key.values() for i in some] if reply.num_spilled else []
+                return await self._read(visit, granted) + (later if granted else [])
         finally:
             self._parts.releases.add(link, reply.incarnation, reply.lease_id, tuple(visit.corrupt))
 

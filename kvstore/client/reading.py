@@ -29,6 +29,7 @@ from transfer.errors import DeadlineExceeded, TransferError
 from transfer.interface import Region
 
 OnPage = Callable[[int, GetOutcome], None]
+VIEWS_MAX = 3  # that one call without waiting asks by
 POLL_MARGIN_S = 0.1  # a long poll ends this long before its caller's deadline, at the latest
 
 _WORSE = {GetOutcome.ABSENT: 0, GetOutcome.FAILED: 1, GetOutcome.CORRUPT: 2}
@@ -83,6 +84,15 @@ class PageReader:
     # ---- asking every rank, without waiting
 
     async def _ask_ranks(self, todo: list[int]) -> None:
+        """Ask; once more when the nodes have changed meanwhile: one may be another process now."""
+        for _ in range(VIEWS_MAX):
+            epoch = self._links.epoch
+            await self._ask_by_view(todo)
+            todo = self._unfinished(todo)
+            if not todo or self._late() or epoch == self._links.epoch:
+                return
+
+    async def _ask_by_view(self, todo: list[int]) -> None:
         course = self._links.reading(self._keys, spread=True)
         asked: set[int] = set()
         left = todo
@@ -90,8 +100,8 @@ class PageReader:
             asked.update(i for group in groups for i in group.indexes)
             await all_of([self._visit(link, indexes, course) for link, indexes in groups])
             left = self._unfinished(left)
-
         self._note([i for i in todo if i not in asked], GetOutcome.FAILED)
+        self._note(course.skipped(left), GetOutcome.FAILED)  # it may be where nobody was asked
 
     async def _visit(self, link: StoreLink, indexes: list[int], course: Course) -> None:
         todo = indexes

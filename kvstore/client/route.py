@@ -58,6 +58,10 @@ class Route(Protocol):
         """The present node of these pages did not answer."""
         ...
 
+    def skipped(self, indexes: Sequence[int]) -> list[int]:
+        """Those of these pages for which a node that may hold them was not asked: unusable."""
+        ...
+
 
 def route(ranks: Ranks, num_answers: Indexes) -> Route:
     """Make the way of some pages.
@@ -78,14 +82,18 @@ class _ShortRoute:
         self._ranks = ranks
         self._left = num_answers
         self._at = [0] * len(ranks)
+        self._skipped = [False] * len(ranks)
 
     def groups(self, indexes: Sequence[int], usable: Sequence[bool]) -> Groups:
         found: dict[int, list[int]] = {}
         for i in indexes:
             ranks = self._ranks[i]
+            if self._left[i] <= 0:
+                continue
             while self._at[i] < len(ranks) and not usable[ranks[self._at[i]]]:
                 self._at[i] += 1
-            if self._at[i] < len(ranks) and self._left[i] > 0:
+                self._skipped[i] = True
+            if self._at[i] < len(ranks):
                 found.setdefault(ranks[self._at[i]], []).append(i)
         return sorted(found.items())
 
@@ -105,6 +113,9 @@ class _ShortRoute:
         for i in indexes:
             self._at[i] += 1
 
+    def skipped(self, indexes: Sequence[int]) -> list[int]:
+        return [i for i in indexes if self._skipped[i]]
+
 
 class _LongRoute:
     """A ``Route`` of many pages: vectorised."""
@@ -113,6 +124,7 @@ class _LongRoute:
         self._ranks = ranks
         self._left = num_answers
         self._at = np.zeros(len(ranks), dtype=np.intp)
+        self._skipped = np.zeros(len(ranks), dtype=np.bool_)
 
     def groups(self, indexes: Sequence[int], usable: Sequence[bool]) -> Groups:
         up = np.array(usable, dtype=np.bool_)
@@ -125,6 +137,7 @@ class _LongRoute:
             if not skipped.any():
                 return split(nodes, pages)
             self._at[pages[skipped]] += 1
+            self._skipped[pages[skipped]] = True
 
     def all_groups(self, usable: Sequence[bool]) -> Groups:
         asked = np.array(usable, dtype=np.bool_)[self._ranks]
@@ -139,3 +152,6 @@ class _LongRoute:
 
     def unreachable(self, indexes: Sequence[int]) -> None:
         self._at[np.asarray(indexes, dtype=np.intp)] += 1
+
+    def skipped(self, indexes: Sequence[int]) -> list[int]:
+        return [i for i in indexes if self._skipped[i]]

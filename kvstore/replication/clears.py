@@ -14,6 +14,10 @@ done it, too.
     clear x ──────────────▶ B: begun ── done
     B copies newer page (done: x) ────────────▶ A     A takes it
 
+A refusal names what the sender has not done, and when it was begun (``Fence``): pages that a writer
+put on the sender later than that are none of those to be forgotten, and are taken once it says so.
+So a node that a clear did not reach, or that has restarted since, keeps getting its copies made.
+
 Refused is only as long as whoever clears may still be telling nodes: a node that could not be told
 by then keeps its pages (the caller knows), and its copies are as good as any.
 
@@ -24,10 +28,24 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 CLEARS_KEPT_MAX = 256
 FENCE_S_MAX = 120.0  # that copies are refused for one clear
 KEPT_S = 300.0  # senders remember longer than receivers ask
+
+
+class Fence(NamedTuple):
+    """A clear that the sender of a copy had not done.
+
+    Attributes:
+        age_s: since it was begun at the receiver.
+        left_s: that copies are refused for it.
+    """
+
+    clear_id: str
+    age_s: float
+    left_s: float
 
 
 @dataclass(slots=True)
@@ -69,11 +87,14 @@ class Clears:
         """Ids of clears that are done here; to be taken before one looks for pages to send."""
         return tuple(clear_id for clear_id, clear in self._clears.items() if clear.done)
 
-    def forbid(self, namespace: bytes, done_there: Container[str], now_s: float) -> bool:
-        """Pages of ``namespace`` may be what was cleared here: the sender had not done it yet."""
-        return any(
-            clear.namespace in (None, namespace)
+    def fences(
+        self, namespace: bytes, done_there: Container[str], now_s: float
+    ) -> tuple[Fence, ...]:
+        """Why pages of ``namespace`` are refused: they may be what the sender has yet to forget."""
+        return tuple(
+            Fence(clear_id, now_s - clear.begun_s, clear.until_s - now_s)
+            for clear_id, clear in self._clears.items()
+            if clear.namespace in (None, namespace)
             and now_s < clear.until_s
             and clear_id not in done_there
-            for clear_id, clear in self._clears.items()
         )

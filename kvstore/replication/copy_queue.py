@@ -8,7 +8,8 @@ placement. Two classes per target: *fresh* pages, which a writer may be waiting 
     add ──▶ queued ──take──▶ flying ──settle──▶ gone (made or given up)
               ▲  ▲              │
               │  └───── retry ──┘ (given up after ``COPY_TRIES_MAX``)
-              └──────── park ───┘ the target does not answer: nobody waits for it any more
+              ├──────── park ───┤ the target does not answer: nobody waits for it any more
+              └─resume─ later ◀─┘ defer: not now; nobody waits for it, and it is still owed
 
 A copy that was given up, or does not fit into the queue, is not forgotten: its target is *lacking*,
 and what it lacks is found by comparing holdings (``kvstore/replication/repair.py``).
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from kvstore.page import PageKey
 from transfer.identity import NodeId
 
-COPIES_OWED_MAX = 65_536  # queued or flying, over all targets
+COPIES_OWED_MAX = 65_536  # queued, flying or deferred, over all targets
 COPY_TRIES_MAX = 3
 UNMADE_MAX = 4096  # pages remembered whose copy was not made, for a writer who asks a little later
 
@@ -48,14 +49,16 @@ class _Target:
     fresh: dict[PageKey, None] = field(default_factory=dict)
     repair: dict[PageKey, None] = field(default_factory=dict)
     flying: dict[PageKey, None] = field(default_factory=dict)
+    later: dict[PageKey, None] = field(default_factory=dict)
     tries: dict[PageKey, int] = field(default_factory=dict)
     parked: bool = False
 
     def __len__(self) -> int:
-        return len(self.fresh) + len(self.repair) + len(self.flying)
+        return len(self.fresh) + len(self.repair) + len(self.flying) + len(self.later)
 
     def __contains__(self, key: PageKey) -> bool:
-        return key in self.fresh or key in self.repair or key in self.flying
+        waits = key in self.fresh or key in self.repair
+        return waits or key in self.flying or key in self.later
 
 
 class CopyQueue:
@@ -92,9 +95,12 @@ class CopyQueue:
     ) -> None:
         """Owe ``keys`` to ``target``; those owed already stay where they are.
 
-        ``covered`` pages are owed to somebody else in place of a target that is parked.
+        ``covered`` pages are owed to somebody else in place of a target that is parked. A fresh
+        page is no longer deferred: it has been put anew.
         """
         state = self._targets.setdefault(target, _Target())
+        if fresh and state.later:
+            self._num_owed -= sum(state.later.pop(key, key) is None for key in keys)
         queue = state.fresh if fresh else state.repair
         for key in keys:
             if key in state:
@@ -167,6 +173,28 @@ class CopyQueue:
         for key in keys:
             if state.flying.pop(key, key) is None:
                 state.fresh[key] = None
+
+    def defer(self, target: NodeId, keys: Sequence[PageKey]) -> None:
+        """Flying copies that the target does not take now: owed till ``resume``, unawaited."""
+        state = self._targets.get(target)
+        if state is None:
+            return
+        for key in keys:
+            if state.flying.pop(key, key) is None:
+                state.later[key] = None
+                if not state.parked:
+                    self._end_await(key, made=False)
+
+    def resume(self, target: NodeId) -> None:
+        """Queue again what was deferred."""
+        state = self._targets.get(target)
+        if state is None:
+            return
+        for key in state.later:
+            state.repair[key] = None
+            if not state.parked:
+                self._awaited[key] = self._awaited.get(key, 0) + 1
+        state.later.clear()
 
     def fresh_keys(self, target: NodeId) -> list[PageKey]:
         """What a writer may be waiting for: fresh pages, and all that fly."""
@@ -273,6 +301,8 @@ class CopyQueue:
         for state in self._targets.values():
             assert not (state.fresh.keys() & state.repair.keys())
             assert not (state.flying.keys() & (state.fresh.keys() | state.repair.keys()))
+            queued = state.fresh.keys() | state.repair.keys() | state.flying.keys()
+            assert not (state.later.keys() & queued)
             if not state.parked:
                 awaited.update([*state.fresh, *state.repair, *state.flying])
         assert dict(awaited) == self._awaited

@@ -15,6 +15,7 @@ import msgspec
 
 from kvstore.page import PageKey, PageSpec
 from kvstore.replication.clears import Clears
+from kvstore.replication.put_times import PutTimes
 from kvstore.store import PutPolicy
 from transfer.channel import Caller, Service
 from transfer.identity import Identity
@@ -70,6 +71,7 @@ class OwnNode:
         clears: Clears,
     ) -> None:
         self.clears = clears
+        self.put_times = PutTimes()
         self.holdings = holdings
         self.identity = identity
         self.region = region

@@ -22,13 +22,14 @@ import msgspec
 
 from kvstore.messages import LeasedPage
 from kvstore.page import PageKey, PageSpec
+from kvstore.replication.clears import Fence
 from kvstore.store import PutPolicy
 
 
 class CopyStatus(StrEnum):
     """TAKEN: copied and verified. PRESENT: it was there. WRITING: another writer is at it.
     REFUSED: no room, or the key is taken by other tokens. TORN: what arrived does not hash to the
-    record. BROKEN: the bytes could not be read. CLEARED: they are being forgotten everywhere."""
+    record. BROKEN: the bytes could not be read. CLEARED: they may be what is being forgotten."""
 
     TAKEN = "taken"
     PRESENT = "present"
@@ -42,7 +43,8 @@ class CopyStatus(StrEnum):
 class TakeCopies(msgspec.Struct, frozen=True, kw_only=True, tag="take_copies"):
     """Please hold these pages, too. Their bytes lie still for ``lease_s`` from the request on.
 
-    ``clears``: done by the sender before it leased them (``kvstore/replication/clears.py``).
+    ``clears``: done by the sender before it leased them, or begun before a writer put any of them
+    there (``kvstore/replication/clears.py``).
     """
 
     spec: PageSpec
@@ -54,9 +56,10 @@ class TakeCopies(msgspec.Struct, frozen=True, kw_only=True, tag="take_copies"):
 
 
 class CopiesTaken(msgspec.Struct, frozen=True, tag="copies_taken"):
-    """In the order of the pages."""
+    """In the order of the pages. ``fences``: the clears that CLEARED pages are refused for."""
 
     statuses: tuple[CopyStatus, ...]
+    fences: tuple[Fence, ...] = ()
 
 
 class SendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="send_copies"):

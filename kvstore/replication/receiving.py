@@ -30,7 +30,7 @@ from kvstore.messages import (
     StoreDone,
 )
 from kvstore.page import PageKey
-from kvstore.replication.clears import CLEARS_KEPT_MAX
+from kvstore.replication.clears import CLEARS_KEPT_MAX, Fence
 from kvstore.replication.holdings import OwnNode, now_s
 from kvstore.replication.messages import CopiesTaken, CopyStatus, TakeCopies
 from kvstore.store import PageIdentity
@@ -39,6 +39,7 @@ from transfer.errors import RemoteFailed, TransferError
 from transfer.interface import Priority, Range, Transfer
 
 TAKES_MAX = 4  # batches of copies that arrive at once
+CLEARS_NAMED_MAX = 2 * CLEARS_KEPT_MAX  # the sender's own, and those of a refusal
 LEASE_SHARE = 0.9  # of the sender's promise that a read may use
 
 _REFUSALS = {
@@ -87,8 +88,8 @@ class CopyReceiver:
         lease_s = min(message.lease_s, LEASE_S_MAX) if message.lease_s > 0 else 0.0
         end_s = min(now_s() + lease_s * LEASE_SHARE, caller.deadline_s)
         async with self._gate:
-            if self._is_cleared(message):
-                return CopiesTaken((CopyStatus.CLEARED,) * len(message.pages))
+            if fences := self._fences(message):
+                return CopiesTaken((CopyStatus.CLEARED,) * len(message.pages), fences)
             reserved = await self._reserve(message, end_s)
             statuses = [_REFUSALS.get(g.status, CopyStatus.BROKEN) for g in reserved.grants]
             granted = [
@@ -101,13 +102,13 @@ class CopyReceiver:
                 outcomes = await self._copy(message, reserved, granted, limit_s)
                 for grant, outcome in zip(granted, outcomes, strict=True):
                     statuses[grant.position] = outcome
-        if self._is_cleared(message):  # since the first look: what has just come goes, too
+        if fences := self._fences(message):  # since the first look: what has just come goes, too
             self._forget(message, statuses)
         self._counters["copies_received"] += statuses.count(CopyStatus.TAKEN)
-        return CopiesTaken(tuple(statuses))
+        return CopiesTaken(tuple(statuses), fences)
 
-    def _is_cleared(self, message: TakeCopies) -> bool:
-        return self._own.clears.forbid(message.policy.namespace, message.clears, now_s())
+    def _fences(self, message: TakeCopies) -> tuple[Fence, ...]:
+        return self._own.clears.fences(message.policy.namespace, message.clears, now_s())
 
     def _forget(self, message: TakeCopies, statuses: list[CopyStatus]) -> None:
         for i, status in enumerate(statuses):
@@ -186,8 +187,8 @@ def _check(message: TakeCopies) -> None:
     Raises:
         RemoteFailed: with the remedy.
     """
-    if len(message.clears) > CLEARS_KEPT_MAX:
-        raise RemoteFailed("too_many_clears", f"name at most {CLEARS_KEPT_MAX} clears")
+    if len(message.clears) > CLEARS_NAMED_MAX:
+        raise RemoteFailed("too_many_clears", f"name at most {CLEARS_NAMED_MAX} clears")
     if len(message.pages) > PAGES_PER_MESSAGE_MAX:
         raise RemoteFailed("too_many_pages", f"send at most {PAGES_PER_MESSAGE_MAX} copies at once")
     for page in message.pages:

@@ -66,9 +66,20 @@ class Repair:
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 
+    @property
+    def healthy(self) -> bool:
+        """The task has not ended by an error of ours."""
+        task = self._task
+        return task is None or not task.done() or task.cancelled() or task.exception() is None
+
     def start(self) -> None:
         """The nodes have changed: begin, or begin anew."""
         self._full = self._full or bool(self._queue.lacking)
+        self._restart()
+
+    def start_anew(self) -> None:
+        """Pages have come that no repair has seen: compare everything."""
+        self._full = True
         self._restart()
 
     def complete(self) -> None:

@@ -64,6 +64,7 @@ SHOWN = (  # counters that are there before they have counted anything
     "copies_given_up",
     "copies_overflowed",
     "copies_mended",
+    "copy_tasks_failed",
     "copies_received",
     "copied_nbytes",
     "compared",
@@ -177,6 +178,8 @@ class Replicator:
     def committed(self, keys: Sequence[PageKey]) -> None:
         """Pages have become visible here; those that a writer brought are copied on."""
         fresh = [key for key in keys if key not in self._arriving]
+        if self._duties.others:
+            self._own.put_times.note(fresh, now_s())
         self._owe(fresh, num_nodes=None, fresh=True)
 
     def _owe(self, keys: Sequence[PageKey], *, num_nodes: int | None, fresh: bool) -> None:
@@ -280,6 +283,16 @@ class Replicator:
         self._draining = True
         self.follow(self._view)
         await self._repair.done()
+
+    def compare_all(self) -> None:
+        """Pages have come that nobody has been told of: those of an earlier life."""
+        if not self._closed and self._duties.others:
+            self._repair.start_anew()
+
+    @property
+    def healthy(self) -> bool:
+        """Copies are being sent to every node: no task has ended by an error of ours."""
+        return all(sender.healthy for sender in self._senders.values()) and self._repair.healthy
 
     def numbers(self) -> dict[str, float]:
         """Gauges and counters, by name."""

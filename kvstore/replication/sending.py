@@ -6,6 +6,10 @@ that fresh pages do not wait for a batch of repair. Decides nothing: what to sen
 
 A target that does not answer is parked: its copies stay queued, nobody waits for them, and it is
 asked again after its link's back-off.
+
+A copy that is refused for a clear is offered again at once when a writer has put the page here
+after the clear was begun there; else when the target refuses nothing for it any more. Till then it
+is owed, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from kvstore.messages import (
     StoreOpened,
 )
 from kvstore.page import PageKey
+from kvstore.replication.clears import CLEARS_KEPT_MAX, FENCE_S_MAX, Fence
 from kvstore.replication.copy_queue import CopyQueue
 from kvstore.replication.holdings import KeptAs, OwnNode, now_s
 from kvstore.replication.messages import CopiesTaken, CopyStatus, TakeCopies
@@ -51,6 +56,14 @@ class _Batch(NamedTuple):
 
     kept_as: KeptAs
     pages: tuple[LeasedPage, ...]
+
+
+class _Refused(NamedTuple):
+    """Pages that may be what a clear covers, and when that was begun, at the latest."""
+
+    pages: list[LeasedPage]
+    fences: tuple[Fence, ...] = ()
+    begun_s: float = 0.0
 
 
 class CopySender:
@@ -78,6 +91,12 @@ class CopySender:
         self._park = park
         self._wake = [asyncio.Event(), asyncio.Event()]
         self._tasks: list[asyncio.Task[None]] = []
+        self._resume: asyncio.TimerHandle | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """No task has ended by an error of ours: what is owed is being sent."""
+        return not any(task.done() for task in self._tasks)
 
     @property
     def node_id(self) -> NodeId:
@@ -92,6 +111,12 @@ class CopySender:
                 work = self._run(event, fresh_first=i == 0)
                 name = f"{self._own.identity.node_id} copies to {self.node_id} {i}"
                 self._tasks.append(asyncio.create_task(work, name=name))
+                self._tasks[-1].add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._counters["copy_tasks_failed"] += 1
+            log.error("copies to %s have stopped: %r", self.node_id, error, exc_info=error)
 
     async def _run(self, wake: asyncio.Event, *, fresh_first: bool) -> None:
         while True:
@@ -170,6 +195,18 @@ class CopySender:
     async def _send_batch(
         self, batch: _Batch, end_s: float, cleared: tuple[str, ...], corrupt: list[PageGrant]
     ) -> None:
+        refused = await self._offer(batch, end_s, cleared, corrupt)
+        times = self._own.put_times
+        young = [p for p in refused.pages if times.is_after(p.record.key, refused.begun_s)]
+        self._defer(refused._replace(pages=[p for p in refused.pages if p not in young]))
+        if young:
+            begun = tuple(fence.clear_id for fence in refused.fences)
+            batch = batch._replace(pages=tuple(young))
+            self._defer(await self._offer(batch, end_s, (*cleared, *begun), corrupt))
+
+    async def _offer(
+        self, batch: _Batch, end_s: float, cleared: tuple[str, ...], corrupt: list[PageGrant]
+    ) -> _Refused:
         left_s = end_s - now_s()
         message = TakeCopies(
             spec=batch.kept_as.spec,
@@ -183,14 +220,39 @@ class CopySender:
             message, CopiesTaken, deadline_s=end_s, wait_s=max(0.0, left_s)
         )
         check_count(reply.statuses, len(batch.pages))
+        refused = []
         for page, status in zip(batch.pages, reply.statuses, strict=True):
             self._note(page, status)
             if status is CopyStatus.TORN:
                 corrupt.append(PageGrant(page.record.key, page.generation))
+            elif status is CopyStatus.CLEARED:
+                refused.append(page)
+        # the answer was sent before now: no clear that it names was begun later than this
+        begun_s = now_s() - min((max(0.0, f.age_s) for f in reply.fences), default=0.0)
+        return _Refused(refused, reply.fences[:CLEARS_KEPT_MAX], begun_s)
+
+    def _defer(self, refused: _Refused) -> None:
+        """Offer these again when no clear that they were refused for can reach a node any more."""
+        if not refused.pages:
+            return
+        self._queue.defer(self.node_id, [page.record.key for page in refused.pages])
+        left_s = max((fence.left_s for fence in refused.fences), default=0.0)
+        until_s = now_s() + min(max(RETRY_S, left_s), FENCE_S_MAX)
+        if self._resume is not None:
+            until_s = min(until_s, self._resume.when())
+            self._resume.cancel()
+        self._resume = asyncio.get_running_loop().call_at(until_s, self._offer_deferred)
+
+    def _offer_deferred(self) -> None:
+        self._resume = None
+        self._queue.resume(self.node_id)
+        self.wake()
 
     def _note(self, page: LeasedPage, status: CopyStatus) -> None:
         key = page.record.key
         self._counters[f"copies_{status}"] += 1
+        if status is CopyStatus.CLEARED:
+            return  # the batch's matter
         if status in _AGAIN:
             self._queue.retry(self.node_id, [key])
             return
@@ -216,4 +278,6 @@ class CopySender:
         """Stop at once; leases end by themselves."""
         for task in self._tasks:
             task.cancel()
+        if self._resume is not None:
+            self._resume.cancel()
         self.link.abort()

@@ -157,6 +157,11 @@ class Directory:
         keys = [self._table.key(row) for row in self._table.present_rows(cursor, end)]
         return keys, end if end < self._table.end_row else None
 
+    def page_nbytes(self, key: PageKey) -> int:
+        """Size of an indexed page; 0 when the key is absent."""
+        row = self._table.find(key)
+        return self._table.page_nbytes(row) if row else 0
+
     def kept_as(self, key: PageKey) -> KeptAs | None:
         """``kvstore.replication.holdings.Holdings``."""
         row = self._table.find(key)

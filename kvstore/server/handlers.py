@@ -112,6 +112,8 @@ class StoreHandlers:
         self.dropped: Callable[[Sequence[PageKey]], None] = lambda keys: None
         self.spread: Callable[[Sequence[PageKey]], bytes] = lambda keys: b""
         self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] | None = None
+        self.adopted: Callable[[], Awaitable[bool]] = _at_once
+        self.flush: Callable[[], Awaitable[bool]] = _at_once
         self.sessions = Sessions(lambda writer: directory.bury(writer, _now_s()))
         self.clears = Clears()
         self.draining = False
@@ -162,10 +164,14 @@ class StoreHandlers:
         count = 0
         until_s = caller.deadline_s  # after it, no node begins this clear any more
         self.clears.begin(message.clear_id, message.namespace, until_s=until_s, now_s=_now_s())
+        known = await self.adopted()  # what is to go may be on the SSD, and not indexed yet
         for num_cleared in self._directory.clearing(message.namespace):
             count += num_cleared
             await asyncio.sleep(0)  # a million pages take seconds: others are served meanwhile
         self.clears.end(message.clear_id)
+        if not await self.flush() or not known:
+            text = f"{count} pages forgotten, but some may come back from the SSD after a restart"
+            raise RemoteFailed("not_durable", text)
         return StoreDone(count)
 
     # ---- writing
@@ -256,13 +262,17 @@ class StoreHandlers:
 
     async def _acquire_later(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
         """Once what is on the SSD has been read, and once there is something to lease."""
-        until_s = poll_end_s(message.wait_s, caller)
+        asked_s, until_s = _now_s(), poll_end_s(message.wait_s, caller)
         if self.promote is not None:
             await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
-        lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
+        granted_s = _now_s()
+        lease = self._directory.acquire(message.keys, granted_s, touch=message.touch)
         while lease is None and await self._changed(message.keys, until_s):
-            lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
-        return self._leased(message, lease)
+            granted_s = _now_s()
+            lease = self._directory.acquire(message.keys, granted_s, touch=message.touch)
+        num_spilled = self._states(message.keys).count(PageState.SPILLED)
+        leased = self._leased(message, lease)
+        return structs.replace(leased, num_spilled=num_spilled, waited_s=granted_s - asked_s)
 
     def _leased(self, message: AcquirePages, lease: Lease | None) -> PagesAcquired:
         pages = () if lease is None else self._directory.leased(lease)
@@ -377,6 +387,11 @@ class StoreHandlers:
         slot = grant.slot
         page = self._view[slot.offset : slot.offset + slot.nbytes]
         return PageBytes(grant.spec, page, grant.num_tokens)
+
+
+async def _at_once() -> bool:
+    """There is no SSD to wait for."""
+    return True
 
 
 def _now_s() -> float:

@@ -108,7 +108,7 @@ class KeyIndex:
     def _hash_of(self, key: bytes) -> int:
         a, b, c, d, e, f, g, h = _HALVES.unpack(key)
         fa, fb, fc, fd, fe, ff, fg, fh, plus = self._factors
-        total = a * fa + b * fb + c * fc + d * fd + e * fe + f * ff + g * fg + h * fh + plus
+        total: int = a * fa + b * fb + c * fc + d * fd + e * fe + f * ff + g * fg + h * fh + plus
         return (total & _MASK_64) >> 32
 
     def insert(self, row: int, key: bytes) -> None:

@@ -126,7 +126,7 @@ class StoreNode:
         service.on_stream(WatchKvEvents, self._events.watch)
         self._replicator = self._replicate(service, self._handlers, self._region)
         if self._tier is not None:
-            self._tiering = await self._open_tier(self._tier, self._handlers, self._region)
+            self._tiering = self._open_tier(self._tier, self._handlers, self._region)
         hello = Hello(identity=self.identity)
         self._listener = await self._network.listen(service, hello, self.config.bind)
         self._event_labels = self._events.open(
@@ -142,16 +142,23 @@ class StoreNode:
         )
         self._membership.subscribe(self._replicator.follow)
         await self._membership.join(self._info(), self.status)
+        if self._tiering is not None and not self._closed:
+            self._tiering.start_adopting(self._adopted)
 
-    async def _open_tier(self, tier: Tier, handlers: StoreHandlers, region: Region) -> Tiering:
-        """Index what the tier kept from a life before; from here on pages move."""
+    def _open_tier(self, tier: Tier, handlers: StoreHandlers, region: Region) -> Tiering:
+        """From here on pages move."""
         clock = asyncio.get_running_loop().time
         tiering = Tiering(self._directory, tier, region.view, now_s=clock)
         self._directory.expect(tier.nbytes)
-        num_found = await tiering.adopt()
-        log.info("store %s: %d pages on the SSD", self.identity.node_id, num_found)
         handlers.promote = tiering.promote
+        handlers.adopted, handlers.flush = tiering.adopted, tiering.flush
         return tiering
+
+    def _adopted(self, num_pages: int) -> None:
+        """What the tier kept from a life before is indexed; others may lack some of it."""
+        log.info("store %s: %d pages on the SSD", self.identity.node_id, num_pages)
+        if num_pages and self._replicator is not None:
+            self._replicator.compare_all()
 
     def _replicate(self, service: Service, handlers: StoreHandlers, region: Region) -> Replicator:
         own = OwnNode(service, self._directory, self.identity, region, handlers.clears)
@@ -196,7 +203,12 @@ class StoreNode:
 
     @property
     def healthy(self) -> bool:
-        """The timer runs: leases end and pages are evicted."""
+        """The timer runs, so that leases end and pages are evicted; copies are being sent; and
+        what the SSD kept is being indexed, or is."""
+        if self._replicator is None or not self._replicator.healthy:
+            return False
+        if self._tiering is not None and not self._tiering.healthy:
+            return False
         return self._ticker is not None and not self._ticker.done()
 
     def status(self) -> NodeStatus:
@@ -268,6 +280,8 @@ class StoreNode:
         self._quiet.clear()
         try:
             async with asyncio.timeout(timeout_s):
+                if self._tiering is not None:
+                    await self._tiering.adopted()
                 if self._replicator is not None:
                     await self._replicator.migrate()
                 if self._directory.num_held:

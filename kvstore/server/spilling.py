@@ -94,6 +94,11 @@ class Spilling:
         self._table.heat[row] = page.heat - EARLIER_LIFE
         return True
 
+    def is_settled(self, key: PageKey) -> bool:
+        """What the tier has of ``key`` was put there in this life, or is about to leave it."""
+        row = self._table.find(key)
+        return bool(row and self._table.on_ssd[row]) or key in self._ledger.removals
+
     def displaced(self, key: PageKey) -> None:
         """The tier gave ``key`` up for a warmer page."""
         self._ledger.counters["ssd_displaced"] += self._leave_ssd(key)

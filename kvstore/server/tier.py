@@ -92,8 +92,14 @@ class Tier(Protocol):
         """Forget pages; unknown keys are ignored. Their room is free at once."""
         ...
 
+    async def flush(self) -> bool:
+        """Make what was stored and removed so far last: a removed page does not come back,
+        however this process ends. False: the disk failed, or is closed."""
+        ...
+
     def contents(self) -> Iterator[TierPage]:
-        """Every page found at start, in any order; called once, before anything else."""
+        """Every page found at start, in any order, but for those that the tier has no more when
+        it is their turn; called once. Other calls may come between two pages."""
         ...
 
     def numbers(self) -> dict[str, float]:

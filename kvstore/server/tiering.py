@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstore.page import PageKey
+from kvstore.server.adopting import Adoption
 from kvstore.server.directory import Directory
 from kvstore.server.segment import Slot
 from kvstore.server.spilling import Spill
@@ -28,7 +29,7 @@ SPILLS_MAX = 8  # pages on their way down
 PROMOTIONS_MAX = 32  # pages on their way up
 PROMOTIONS_WAITING_MAX = 4096  # pages that wait for that; more are reported absent
 REMOVALS_AT_ONCE = 256  # forgotten pages that leave the tier between looks at the loop
-ADOPT_BATCH = 256  # pages indexed at start between looks at the loop
+PROMOTED_AT_ONCE = 0.5  # of the memory: more would push out what was just brought in
 
 
 class Tiering:
@@ -49,26 +50,39 @@ class Tiering:
         self._view = view
         self._now_s = now_s
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._spills: dict[PageKey, None] = {}
+        self._spills: dict[PageKey, asyncio.Task[None]] = {}
         self._promotions: dict[PageKey, asyncio.Task[None]] = {}
         self._gate = asyncio.Semaphore(PROMOTIONS_MAX)
+        self._adoption = Adoption(self._spilling, tier, self._spills)
+        self._adopting: asyncio.Task[None] | None = None
         self._sweeping = False
         self._closed = False
         tier.displace(self._displaced)
 
+    # ---- what the tier kept from a life before
+
+    def start_adopting(self, then: Callable[[int], None]) -> None:
+        """Index it in the background; ``then`` is told how many pages there were."""
+
+        async def adopt() -> None:
+            then(await self.adopt())
+
+        self._adopting = self._spawn(adopt(), "adopt")
+
     async def adopt(self) -> int:
-        """Index what the tier holds from a life before; returns how many pages."""
-        num_adopted = 0
-        strange: list[PageKey] = []
-        for num_seen, page in enumerate(self._tier.contents(), 1):
-            if self._spilling.adopt(page):
-                num_adopted += 1
-            else:
-                strange.append(page.record.key)
-            if not num_seen % ADOPT_BATCH:
-                await asyncio.sleep(0)
-        self._tier.remove(strange)
-        return num_adopted
+        """Index it now; returns how many pages."""
+        return await self._adoption.run()
+
+    async def adopted(self) -> bool:
+        """Wait until every page of the tier is indexed; False: that has failed."""
+        if self._adopting is not None:
+            await asyncio.wait([self._adopting])
+        return self._adoption.over
+
+    @property
+    def healthy(self) -> bool:
+        """What the tier kept is indexed, or is being indexed."""
+        return self._adopting is None or not self._adopting.done() or self._adoption.over
 
     def numbers(self) -> dict[str, float]:
         """The tier's numbers, and what is on its way."""
@@ -76,6 +90,7 @@ class Tiering:
             **self._tier.numbers(),
             "num_spilling": len(self._spills),
             "num_promoting": len(self._promotions),
+            "num_to_adopt": self._adoption.num_left,
         }
 
     # ---- down
@@ -93,8 +108,7 @@ class Tiering:
             if key in self._spills:  # the same page, put again while its copy is being made
                 self._spilling.end_spill(spill, stored=False)
                 continue
-            self._spills[key] = None
-            self._spawn(self._spill(key, spill), "spill")
+            self._spills[key] = self._spawn(self._spill(key, spill), "spill")
 
     def _sweep(self) -> None:
         """Tell the tier what was forgotten, and how warm what it alone has is."""
@@ -123,8 +137,8 @@ class Tiering:
     async def _spill(self, key: PageKey, spill: Spill) -> None:
         stored = False
         try:
-            if self._spilling.take_removal(key):
-                self._tier.remove([key])
+            if self._spilling.take_removal(key) or not self._adoption.over:
+                self._tier.remove([key])  # what it holds of the key is older
             stored = await self._tier.store(spill.page, self._bytes_of(spill.slot))
         finally:
             del self._spills[key]
@@ -132,19 +146,40 @@ class Tiering:
                 self._tier.remove([key])
         self.kick()
 
+    async def flush(self) -> bool:
+        """Have what was forgotten so far leave the tier for good: it does not come back, however
+        this process ends. False: the disk failed."""
+        while removals := self._spilling.take_removals(REMOVALS_AT_ONCE):
+            self._tier.remove(removals)
+            await asyncio.sleep(0)
+        if self._spills:  # copies of what was forgotten: they go when they have been made
+            await asyncio.wait(list(self._spills.values()))
+        return await self._tier.flush()
+
     # ---- up
 
     async def promote(self, keys: Sequence[PageKey], deadline_s: float) -> None:
         """Bring those of ``keys`` that are only on the tier into memory, as far as there is time.
 
-        When cancelled, promotions go on by themselves.
+        At most ``PROMOTED_AT_ONCE`` of the memory, the first ones: who asked comes back for the
+        others. When cancelled, promotions go on by themselves.
         """
         if not self._directory.num_spilled:
             return
         spilled = [k for k in dict.fromkeys(keys) if self._directory.state(k) is PageState.SPILLED]
-        tasks = [task for key in spilled if (task := self._promotion(key)) is not None]
+        first = self._first_of(spilled)
+        tasks = [task for key in first if (task := self._promotion(key)) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, deadline_s - self._now_s()))
+
+    def _first_of(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
+        """As many as may come at once, at least one."""
+        nbytes_left = PROMOTED_AT_ONCE * len(self._view)
+        for number, key in enumerate(keys):
+            nbytes_left -= self._directory.page_nbytes(key)
+            if nbytes_left < 0:
+                return keys[: max(1, number)]
+        return keys
 
     def _promotion(self, key: PageKey) -> asyncio.Task[None] | None:
         task = self._promotions.get(key)
@@ -158,7 +193,7 @@ class Tiering:
                 await self._load(key)
         finally:
             del self._promotions[key]
-        self._sweep()
+        self.kick()
 
     async def _load(self, key: PageKey) -> None:
         promotion = self._spilling.begin_promote(key, self._now_s())

@@ -27,6 +27,7 @@ class FakeTier:
         self.damaged: set[PageKey] = set()
         self.num_stores = 0
         self.num_loads = 0
+        self.num_flushes = 0
         self.closed = False
         self._num_pages_max = num_pages_max
         self._told: Callable[[Sequence[PageKey]], None] | None = None
@@ -90,11 +91,17 @@ class FakeTier:
         for key in keys:
             self.pages.pop(key, None)
 
+    async def flush(self) -> bool:
+        self.num_flushes += 1
+        return self.broken is None
+
     def contents(self) -> Iterator[TierPage]:
-        for page, data in list(self.pages.values()):
-            colder = page._replace(heat=page.heat - 1e9)  # than all of this life
-            self.pages[page.record.key] = (colder, data)
-            yield page
+        found = [page for page, _ in self.pages.values()]
+        for key, (page, data) in list(self.pages.items()):
+            self.pages[key] = (page._replace(heat=page.heat - 1e9), data)  # than all of this life
+        for page in found:
+            if page.record.key in self.pages:
+                yield page
 
     def numbers(self) -> dict[str, float]:
         return {"ssd_pages": self.num_pages}

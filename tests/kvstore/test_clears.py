@@ -44,30 +44,30 @@ def test_copies_are_refused_from_who_has_not_done_what_was_begun_here() -> None:
     clears = Clears()
     clears.begin("x", A, until_s=1e9, now_s=0.0)
     assert clears.done() == ()
-    assert clears.forbid(A, (), 1.0)
-    assert clears.forbid(A, ("y",), 1.0)
-    assert not clears.forbid(A, ("y", "x"), 1.0)
-    assert not clears.forbid(B, (), 1.0)
+    assert clears.fences(A, (), 1.0)
+    assert clears.fences(A, ("y",), 1.0)
+    assert not clears.fences(A, ("y", "x"), 1.0)
+    assert not clears.fences(B, (), 1.0)
     clears.end("x")
     assert clears.done() == ("x",)
-    assert clears.forbid(A, (), 1.0), "done here says nothing of there"
+    assert clears.fences(A, (), 1.0), "done here says nothing of there"
 
 
 def test_a_clear_of_everything_covers_every_namespace() -> None:
     clears = Clears()
     clears.begin("x", None, until_s=1e9, now_s=0.0)
-    assert clears.forbid(A, (), 1.0)
-    assert clears.forbid(b"", (), 1.0)
+    assert clears.fences(A, (), 1.0)
+    assert clears.fences(b"", (), 1.0)
 
 
 def test_a_node_that_a_clear_never_reached_is_refused_only_while_it_might_be() -> None:
     clears = Clears()
     clears.begin("x", A, until_s=10.0, now_s=0.0)
-    assert clears.forbid(A, (), 9.9)
-    assert not clears.forbid(A, (), 10.0)
+    assert clears.fences(A, (), 9.9)
+    assert not clears.fences(A, (), 10.0)
     clears.begin("y", B, until_s=1e9, now_s=0.0)
-    assert clears.forbid(B, (), FENCE_S_MAX - 0.1)
-    assert not clears.forbid(B, (), FENCE_S_MAX)
+    assert clears.fences(B, (), FENCE_S_MAX - 0.1)
+    assert not clears.fences(B, (), FENCE_S_MAX)
 
 
 def test_a_repeated_clear_is_still_done_and_one_without_a_name_is_not_kept() -> None:
@@ -79,7 +79,7 @@ def test_a_repeated_clear_is_still_done_and_one_without_a_name_is_not_kept() -> 
     clears.end("")
     clears.end("never begun")
     assert clears.done() == ("x",)
-    assert not clears.forbid(A, ("x",), 2.0)
+    assert not clears.fences(A, ("x",), 2.0)
 
 
 def test_memory_of_clears_is_bounded_in_number_and_time() -> None:

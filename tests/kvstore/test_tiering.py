@@ -194,7 +194,8 @@ async def test_a_restart_finds_what_the_tier_kept() -> None:
     assert kept is not None
     assert kept.policy == PutPolicy(namespace=b"t" * 32, priority=70)
     assert match(new.d, pages) == [PageState.SPILLED] * 17
-    await new.promote(*pages)
+    await new.promote(*pages[:9])
+    await new.promote(*pages[9:])
     assert [new.bytes_in_memory(page) for page in pages] == [
         bytes_of(page).tobytes() for page in pages
     ]

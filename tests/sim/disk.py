@@ -142,8 +142,17 @@ class SimTier:
             self._heats.pop(key, None)
             self._disk.slots.pop(key, None)
 
+    async def flush(self) -> bool:
+        await asyncio.sleep(self._latency_s())
+        if self._closed or not self._life.alive:
+            return False
+        self._disk.sync()
+        return True
+
     def contents(self) -> Iterator[TierPage]:
-        yield from [stored.page for stored in self._disk.slots.values()]
+        for stored in list(self._disk.slots.values()):
+            if stored.page.record.key in self._disk.slots:
+                yield stored.page
 
     def numbers(self) -> dict[str, float]:
         return {"ssd_pages": self.num_pages, "ssd_used_nbytes": self.used_nbytes, **self._counters}
