@@ -24,7 +24,7 @@ def same_identity(record: PageRecord | PageIdentity, identity: PageIdentity) -> 
     )
 
 
-def well_formed(identity: PageIdentity, spec: PageSpec) -> bool:
+def well_formed(identity: PageIdentity | PageRecord, spec: PageSpec) -> bool:
     """True when a peer's identity can be a page of ``spec`` at all."""
     return (
         len(identity.tokens) % 4 == 0

@@ -17,6 +17,7 @@ Until the walk has ended the tier may hold copies that nobody knows of: ``over``
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Container
 
 from kvstore.page import PageKey
@@ -46,26 +47,19 @@ class Adoption:
 
     @property
     def num_left(self) -> int:
-        """Pages that are still to be looked at; at most so many."""
-        return 0 if self.over else max(0, self._num_found - self._num_seen)
+        """Pages that are still to be looked at, at most; 0 when it is over, and only then."""
+        return 0 if self.over else max(1, self._num_found - self._num_seen)
 
     async def run(self) -> int:
         """Index what is there; returns how many pages. Once."""
         num_adopted = 0
-        strange: list[PageKey] = []
-        for page in self._tier.contents():
-            key = page.record.key
-            if key in self._storing or self._spilling.is_settled(key):
-                pass
-            elif self._spilling.adopt(page):
-                num_adopted += 1
-            else:
-                strange.append(key)
-            self._num_seen += 1
-            if not self._num_seen % ADOPT_BATCH:
-                self._tier.remove(strange)
-                strange.clear()
-                await asyncio.sleep(0)
-        self._tier.remove(strange)
+        contents = self._tier.contents()
+        while pages := list(itertools.islice(contents, ADOPT_BATCH)):
+            self._num_seen += len(pages)
+            found = [page for page in pages if page.record.key not in self._storing]
+            adopted = self._spilling.adopt_many(found)
+            self._tier.remove(adopted.strange)
+            num_adopted += adopted.num_adopted
+            await asyncio.sleep(0)
         self.over = True
         return num_adopted

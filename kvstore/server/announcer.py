@@ -19,7 +19,9 @@ import numpy as np
 
 from kvstore.events import KvEventLog, Medium
 from kvstore.events.control import SNAPSHOT_PART_KEYS
+from kvstore.page import PageKey
 from kvstore.server.page_table import DROPPED, READY, SPILLED, PageTable
+from kvstore.store import PageRecord
 
 _MEDIA = tuple({READY: Medium.CPU, SPILLED: Medium.DISK}.get(s) for s in range(DROPPED + 1))
 
@@ -43,6 +45,12 @@ class Announcer:
         if after is not None:
             parent = table.parent_key(row) if table.depth[row] else None
             self.log.stored_page(key, parent=parent, tokens=table.tokens(row), medium=after)
+
+    def found(self, page: PageRecord, page_size: int) -> None:
+        """A page of an earlier life has come to be readable from the SSD."""
+        if page.num_tokens == page_size:
+            parent = PageKey(page.parent) if page.depth else None
+            self.log.stored_page(page.key, parent=parent, tokens=page.tokens, medium=Medium.DISK)
 
     def held(self) -> Iterator[bytes]:
         """Packed keys of all full pages that can be read, a run of rows at a time.

@@ -253,9 +253,12 @@ class Directory:
 
     # ---- writing
 
-    def expect(self, tier_nbytes: int) -> None:
-        """There is a tier of this size, too: its pages need rows. Before the first page."""
+    def expect(self, tier_nbytes: int, page_nbytes: int | None = None) -> None:
+        """There is a tier of this size, too: its pages, of that size if known, need rows. Before
+        the first page."""
         self._ledger.capacity_nbytes += tier_nbytes
+        if page_nbytes is not None:
+            self._table.reserve(self._ledger.capacity_nbytes // page_nbytes)
 
     def reserve(
         self,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,16 @@ class KeyIndex:
 
     Args:
         seed: nobody's business; what is found where does not depend on it.
+
+    Attributes:
+        primed: hashes that are known already.
     """
 
     def __init__(self, seed: bytes = b"") -> None:
         drawn = hashlib.shake_256(seed).digest(9 * 8)
         self._factors = struct.unpack("<9Q", drawn)  # eight, and what is added
         self._factor_array = np.array(self._factors[:8], np.uint64)
+        self.primed: dict[bytes, int] = {}
         self._num = 0
         self._num_rows = 0
         self._words: npt.NDArray[np.uint64] = np.zeros((0, 4), "<u8")
@@ -106,6 +111,8 @@ class KeyIndex:
         return NULL_ROW
 
     def _hash_of(self, key: bytes) -> int:
+        if self.primed and (primed := self.primed.get(key)) is not None:
+            return primed
         a, b, c, d, e, f, g, h = _HALVES.unpack(key)
         fa, fb, fc, fd, fe, ff, fg, fh, plus = self._factors
         total: int = a * fa + b * fb + c * fc + d * fd + e * fe + f * ff + g * fg + h * fh + plus
@@ -141,6 +148,17 @@ class KeyIndex:
 
     # ---- many keys
 
+    def hashed(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """What ``primed`` is to be while each of ``keys`` is looked at several times; keys of
+        another length are left out. Indexes of one seed may share it."""
+        keys = [key for key in keys if len(key) == KEY_NBYTES]
+        return dict(zip(keys, self._hashes_of(b"".join(keys)).tolist(), strict=True))
+
+    def _hashes_of(self, packed: bytes) -> npt.NDArray[np.uint32]:
+        halves = np.frombuffer(packed, "<u4").reshape(-1, 8).astype(np.uint64)
+        totals = halves @ self._factor_array + np.uint64(self._factors[8])
+        return (totals >> np.uint64(32)).astype(np.uint32)
+
     def packed_keys(self, rows: Rows) -> bytes:
         """The keys last given to ``rows``, one after the other."""
         return self._words[rows].tobytes()
@@ -148,9 +166,7 @@ class KeyIndex:
     def find_many(self, packed: bytes) -> Rows:
         """The row of each packed key; ``NULL_ROW`` where it is not indexed."""
         words = np.frombuffer(packed, "<u8").reshape(-1, 4)
-        halves = np.frombuffer(packed, "<u4").reshape(-1, 8).astype(np.uint64)
-        totals = halves @ self._factor_array + np.uint64(self._factors[8])
-        hashed = (totals >> np.uint64(32)).astype(np.uint32)
+        hashed = self._hashes_of(packed)
         at = (hashed >> np.uint32(self._shift)).astype(np.int64)
         found = np.zeros(len(words), np.int64)
         open_ = np.arange(len(words))  # positions that are not decided yet

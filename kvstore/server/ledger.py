@@ -28,7 +28,7 @@ from kvstore.server.segment import Segment, Slab, Slot
 from kvstore.server.slab_stamps import SlabStamps
 from kvstore.server.tenants import Tenants
 from kvstore.server.watches import Watches
-from kvstore.store import PageIdentity, PutPolicy
+from kvstore.store import PageIdentity, PageRecord, PutPolicy
 
 
 class Ledger:
@@ -129,13 +129,13 @@ class Ledger:
         self._enter_memory(row)
         return row
 
-    def adopt(self, page: PageIdentity, spec_id: int, policy: PutPolicy, checksum: bytes) -> int:
+    def adopt(self, page: PageRecord, spec_id: int, policy: PutPolicy) -> int:
         """Index an absent page that was found on the SSD."""
         row = self._index(page, spec_id, policy)
-        self.announcer.moving(row, SPILLED)
+        self.announcer.found(page, self.table.specs[spec_id].page_size)
         self._move(row, SPILLED)
         self.note_copy(row, on_ssd=True)
-        self.table.set_checksum(row, checksum)
+        self.table.set_checksum(row, page.checksum)
         return row
 
     def note_copy(self, row: int, *, on_ssd: bool) -> None:
@@ -143,7 +143,7 @@ class Ledger:
         self.num_on_ssd += on_ssd - self.table.on_ssd[row]
         self.table.on_ssd[row] = on_ssd
 
-    def _index(self, page: PageIdentity, spec_id: int, policy: PutPolicy) -> int:
+    def _index(self, page: PageIdentity | PageRecord, spec_id: int, policy: PutPolicy) -> int:
         if not len(self.table):
             self.table.reserve(self.capacity_nbytes // self.table.specs[spec_id].page_nbytes)
         row = self.table.add(page, spec_id, policy.namespace)

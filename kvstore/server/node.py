@@ -149,7 +149,7 @@ class StoreNode:
         """From here on pages move."""
         clock = asyncio.get_running_loop().time
         tiering = Tiering(self._directory, tier, region.view, now_s=clock)
-        self._directory.expect(tier.nbytes)
+        self._directory.expect(tier.nbytes, tier.used_nbytes // (tier.num_pages or 1) or None)
         handlers.promote = tiering.promote
         handlers.adopted, handlers.flush = tiering.adopted, tiering.flush
         return tiering

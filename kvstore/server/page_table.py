@@ -18,6 +18,8 @@ The codes of the indexed states are those of the wire (``messages.STATES``): a m
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,7 +144,19 @@ class PageTable:
         self._checksums = checksums
         self._fetch()
 
-    def add(self, page: PageIdentity, spec_id: int, namespace: bytes) -> int:
+    @contextlib.contextmanager
+    def adding(self, keys: Sequence[bytes]) -> Iterator[None]:
+        """Within it, what these keys cost to hash, as keys or parents, is paid once for all."""
+        hashes = self.index.hashed(keys)
+        self.index.primed = hashes
+        self.trunks.prime(hashes)
+        try:
+            yield
+        finally:
+            self.index.primed = {}
+            self.trunks.prime({})
+
+    def add(self, page: PageIdentity | PageRecord, spec_id: int, namespace: bytes) -> int:
         """Index a page that is absent; returns its row. State and slot are the caller's."""
         row = self._rows.take()
         if row >= self._columns.num_rows:

@@ -17,6 +17,7 @@ did not want stands in line all the same, and goes for good.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.page import PageKey
@@ -26,7 +27,7 @@ from kvstore.server.page_table import READY, SPILLED
 from kvstore.server.segment import Slot
 from kvstore.server.tenants import COMMON, STICKY_EVICTIONS
 from kvstore.server.tier import TierPage
-from kvstore.store import PageIdentity, PutPolicy
+from kvstore.store import PutPolicy
 from kvstore.verify import well_formed
 
 CHOSEN_MAX = 256  # pages with a copy that are lined up at once
@@ -40,6 +41,14 @@ class Spill(NamedTuple):
     slot: Slot
     stamp: int
     page: TierPage
+
+
+class Adopted(NamedTuple):
+    """What became of pages found on the SSD. ``strange``: they must go, being no pages, or older
+    than those of this life."""
+
+    num_adopted: int
+    strange: list[PageKey]
 
 
 class Promotion(NamedTuple):
@@ -81,23 +90,38 @@ class Spilling:
 
     def adopt(self, page: TierPage) -> bool:
         """Index a page found on the SSD at start; False: it is no page, or known already."""
+        return self.adopt_many([page]).num_adopted == 1
+
+    def adopt_many(self, pages: Sequence[TierPage]) -> Adopted:
+        """Index pages found on the SSD at start, but for those that are known already."""
+        keys = [key for page in pages for key in (page.record.key, page.record.parent)]
+        policies: dict[tuple[bytes, int], PutPolicy] = {}
+        num_adopted, strange = 0, []
+        with self._table.adding(keys):
+            for page in pages:
+                key = page.record.key
+                row = self._table.find(key)
+                if (row and self._table.on_ssd[row]) or key in self._ledger.removals:
+                    continue  # what the tier has is of this life, or is about to leave it
+                if row or not self._adopt(page, policies):
+                    strange.append(key)
+                else:
+                    num_adopted += 1
+        return Adopted(num_adopted, strange)
+
+    def _adopt(self, page: TierPage, policies: dict[tuple[bytes, int], PutPolicy]) -> bool:
         record, spec = page.record, page.spec
-        identity = PageIdentity(
-            key=record.key, parent=record.parent, depth=record.depth, tokens=record.tokens
-        )
         spec_id = self._table.spec_id(spec)
-        fits = well_formed(identity, spec) and record.page_nbytes == spec.page_nbytes
-        if spec_id is None or not fits or self._table.find(record.key):
+        fits = well_formed(record, spec) and record.page_nbytes == spec.page_nbytes
+        if spec_id is None or not fits:
             return False
-        policy = PutPolicy(namespace=page.namespace, priority=page.priority)
-        row = self._ledger.adopt(identity, spec_id, policy, record.checksum)
+        policy = policies.get((page.namespace, page.priority))
+        if policy is None:
+            policy = PutPolicy(namespace=page.namespace, priority=page.priority)
+            policies[page.namespace, page.priority] = policy
+        row = self._ledger.adopt(record, spec_id, policy)
         self._table.heat[row] = page.heat - EARLIER_LIFE
         return True
-
-    def is_settled(self, key: PageKey) -> bool:
-        """What the tier has of ``key`` was put there in this life, or is about to leave it."""
-        row = self._table.find(key)
-        return bool(row and self._table.on_ssd[row]) or key in self._ledger.removals
 
     def displaced(self, key: PageKey) -> None:
         """The tier gave ``key`` up for a warmer page."""

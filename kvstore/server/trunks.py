@@ -40,6 +40,10 @@ class Trunks:
             self._index.grow(num + 1, self._pool.end)
             self._fetch()
 
+    def prime(self, hashes: dict[bytes, int]) -> None:
+        """See ``KeyIndex.primed``."""
+        self._index.primed = hashes
+
     def find(self, key: bytes) -> int:
         return self._index.find(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -192,7 +193,7 @@ async def test_indexing_looks_at_a_small_number_of_pages_between_looks_at_the_lo
         await asyncio.sleep(0)
         steps.append(bench.d.num_spilled)
     assert await walk == NUM_PAGES
-    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= ADOPT_BATCH
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= ADOPT_BATCH
     await bench.tiering.close()
 
 
@@ -200,7 +201,7 @@ async def test_a_copy_made_meanwhile_replaces_the_older_one_and_stays() -> None:
     tier = HeldTier(num_told=1)
     bench = Bench(20, tier)
     again = single(7)
-    tier.pages[again.key] = (kept(again, b"older bytes have" * 1), bytes(SPEC.page_nbytes))
+    tier.pages[again.key] = (kept(again, b"older bytes have"), bytes(SPEC.page_nbytes))
     walk = await adopting(bench)
     bench.put(again)
     bench.tiering.kick()

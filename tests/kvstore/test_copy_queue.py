@@ -115,6 +115,39 @@ def test_a_copy_that_fails_again_and_again_is_given_up() -> None:
     assert not len(queue)
 
 
+def test_a_deferred_copy_is_owed_and_waited_for_by_nobody_until_it_is_resumed() -> None:
+    queue, heard = CopyQueue(), Heard()
+    queue.add(A, keys(1, 2), fresh=True)
+    wait = queue.wait(keys(1), heard)
+    queue.defer(A, queue.take(A, 1, fresh_first=True))
+    assert heard.times == 1
+    assert list(wait.unmade) == keys(1)
+    assert len(queue) == 2
+    queue.add(A, keys(1), fresh=False)
+    assert queue.take(A, 9, fresh_first=True) == keys(2)
+    assert queue.take(A, 9, fresh_first=True) == []
+    queue.check()
+    queue.resume(A)
+    assert queue.wait(keys(1), heard).num_left == 1
+    queue.settle(A, queue.take(A, 9, fresh_first=True), made=True)
+    assert not queue.wait(keys(1), heard).unmade
+    queue.check()
+
+
+def test_a_deferred_page_that_is_put_anew_is_sent_at_once() -> None:
+    queue = CopyQueue()
+    queue.add(A, keys(1, 2), fresh=True)
+    queue.defer(A, queue.take(A, 9, fresh_first=True))
+    queue.add(A, keys(1), fresh=True)
+    assert queue.take(A, 9, fresh_first=True) == keys(1)
+    assert len(queue) == 2
+    queue.forget(A)
+    assert not len(queue)
+    queue.resume(A)
+    queue.defer(A, keys(1))
+    queue.check()
+
+
 def test_a_full_queue_says_whom_something_was_left_out_for() -> None:
     queue = CopyQueue(num_max=2)
     queue.add(A, keys(1, 2), fresh=True)
@@ -163,16 +196,19 @@ def _fuzz(rng: random.Random) -> None:
     owed: dict[NodeId, set[PageKey]] = {A: set(), B: set()}
     parked: set[NodeId] = set()
     flying: dict[NodeId, list[PageKey]] = {A: [], B: []}
+    later: dict[NodeId, set[PageKey]] = {A: set(), B: set()}
     waits: list[tuple[CopyWait, set[PageKey], Heard]] = []
     for _ in range(60):
         target, some = rng.choice([A, B]), keys(*rng.sample(range(8), 2))
-        action = rng.randrange(7)
+        action = rng.randrange(9)
         if action <= 1:
             for key in some:
                 room = sum(map(len, owed.values())) < 12
                 if key not in owed[target] and room:
                     owed[target].add(key)
-            queue.add(target, some, fresh=rng.random() < 0.5)
+            fresh = rng.random() < 0.5
+            later[target] -= set(some) if fresh else set()
+            queue.add(target, some, fresh=fresh)
         elif action == 2:
             flying[target] += queue.take(target, 2, fresh_first=rng.random() < 0.5)
         elif action == 3:
@@ -191,6 +227,13 @@ def _fuzz(rng: random.Random) -> None:
             wait = queue.wait(some, heard)
             if wait.num_left:
                 waits.append((wait, set(some), heard))
+        elif action == 7:
+            refused, flying[target] = flying[target][:1], flying[target][1:]
+            queue.defer(target, refused)
+            later[target] |= set(refused)
+        elif action == 8:
+            queue.resume(target)
+            later[target].clear()
         queue.check()
         assert len(queue) == sum(map(len, owed.values()))
         for wait, wanted, heard in list(waits):
@@ -198,5 +241,5 @@ def _fuzz(rng: random.Random) -> None:
                 assert heard.times == 1
                 waits.remove((wait, wanted, heard))
                 continue
-            awaited = set().union(*(owed[t] for t in (A, B) if t not in parked))
+            awaited = set().union(*(owed[t] - later[t] for t in (A, B) if t not in parked))
             assert wanted & awaited, "it was not called though nothing is owed"

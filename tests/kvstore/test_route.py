@@ -47,6 +47,16 @@ def test_nodes_that_are_known_to_be_down_are_skipped() -> None:
     assert route(2).groups([0, 1, 2], [False] * 3) == []
 
 
+def test_pages_for_which_a_node_was_passed_over_are_known() -> None:
+    way = route(1)
+    way.groups([0, 1, 2], [False, True, True])
+    assert way.skipped([0, 1, 2]) == [0, 2]
+    way.answered([0, 1, 2])
+    way.groups([0, 1, 2], [True, False, False])
+    assert way.skipped([0, 1, 2]) == [0, 2], "nobody else was worth asking"
+    assert way.skipped([1]) == []
+
+
 def test_the_way_ends_after_the_last_rank() -> None:
     way = route(3)
     for _ in range(3):

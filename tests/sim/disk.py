@@ -24,6 +24,7 @@ from tests.sim.loop import Life
 SYNC_EVERY = 4  # stores between two syncs
 LATENCY_S_MEAN = 2e-3
 LOST, TORN = 0.4, 0.8  # of the writes that were not synced: lost, or torn, or whole
+BACK = 0.8  # of the removals that were not synced: the page comes back
 
 
 @dataclass
@@ -40,6 +41,7 @@ class SimDisk:
         self.rng = rng
         self.nbytes = nbytes
         self.slots: dict[PageKey, _Stored] = {}
+        self._removed: dict[PageKey, _Stored] = {}  # not synced yet
         self.num_lost = 0
         self.num_torn = 0
 
@@ -47,12 +49,18 @@ class SimDisk:
     def used_nbytes(self) -> int:
         return sum(len(stored.data) for stored in self.slots.values())
 
+    def remove(self, key: PageKey) -> None:
+        stored = self.slots.pop(key, None)
+        if stored is not None and stored.synced:
+            self._removed[key] = stored
+
     def sync(self) -> None:
+        self._removed.clear()
         for stored in self.slots.values():
             stored.synced = True
 
     def lose_power(self) -> None:
-        """What was written last is lost or torn."""
+        """What was written last is lost or torn, what was removed last may be back."""
         for key, stored in list(self.slots.items()):
             if stored.synced:
                 continue
@@ -64,6 +72,9 @@ class SimDisk:
                 written = self.rng.randrange(len(stored.data))
                 stored.data = stored.data[:written] + bytes(len(stored.data) - written)
                 self.num_torn += 1
+        for key, stored in self._removed.items():
+            if key not in self.slots and self.rng.random() < BACK:
+                self.slots[key] = stored
         self.sync()
 
     def rot(self) -> None:
@@ -140,7 +151,7 @@ class SimTier:
     def remove(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
             self._heats.pop(key, None)
-            self._disk.slots.pop(key, None)
+            self._disk.remove(key)
 
     async def flush(self) -> bool:
         await asyncio.sleep(self._latency_s())

@@ -17,7 +17,7 @@ from kvstore.messages import (
     PagesCommitted,
     RenewLeases,
 )
-from kvstore.store import GetOutcome, PageIdentity, PageState, PutOutcome
+from kvstore.store import GetOutcome, PageState, PutOutcome
 from tests.sim.faults import FaultPlan
 from tests.sim.scripts import (
     ONE_BY_ONE,
@@ -293,13 +293,6 @@ def test_a_partition_during_replication_is_made_good_after_it() -> None:
     play(script, PAIRS)
 
 
-async def in_parts(world: StoreWorld, pages: list[PageIdentity]) -> list[GetOutcome]:
-    """Get pages a few at a time: those on an SSD need memory to be read."""
-    parts = [pages[start : start + 3] for start in range(0, len(pages), 3)]
-    read = [await done(world, READER, world.get(READER, part)) for part in parts]
-    return [outcome for part in read for outcome in part]
-
-
 def test_a_node_that_returns_with_old_data_serves_what_is_still_right() -> None:
     async def script(world: StoreWorld) -> None:
         store = STORES[0]
@@ -318,7 +311,7 @@ def test_a_node_that_returns_with_old_data_serves_what_is_still_right() -> None:
         await world.restart(store)
         await world.settle()
         assert world.nodes[store].identity.incarnation != old
-        read = await in_parts(world, kept)
+        read = await done(world, READER, world.get(READER, kept, timeout_s=8))
         assert read.count(GetOutcome.READ) == len(kept) - 1, "all but the page that rotted"
 
     play(script, CONFIG, ssd=True)
@@ -338,10 +331,31 @@ def test_an_ssd_that_loses_its_last_writes_serves_none_of_them() -> None:
         await world.restart(store)
         await world.settle()
         listed = [page for page in pages if page.key in disk.slots]
-        read = await in_parts(world, listed)
+        read = await done(world, READER, world.get(READER, listed, timeout_s=8))
         assert {*read} <= {GetOutcome.READ, GetOutcome.ABSENT}
         damaged = total(world, "sim_damaged")
         assert damaged > 0, "torn pages were found out when they were read"
         assert read.count(GetOutcome.ABSENT) == damaged
+
+    play(script, CONFIG, ssd=True)
+
+
+def test_what_was_cleared_does_not_come_back_from_an_ssd_that_loses_its_last_writes() -> None:
+    async def script(world: StoreWorld) -> None:
+        store, disk = STORES[0], world.disks[STORES[0]]
+        pages = pages_on(world, store, 24)
+        for start in range(0, len(pages), 4):
+            await done(world, WRITER, world.put(WRITER, pages[start : start + 4]))
+            await asyncio.sleep(0.5)
+        await world.cluster.until(lambda: len(disk.slots) >= 6, timeout_s=5)
+        disk.sync()
+        assert await done(world, WRITER, world.clear(WRITER)) is not None
+        world.crash(store)
+        disk.lose_power()
+        assert not disk.slots
+        await world.restart(store)
+        await world.settle()
+        states = await done(world, READER, world.match(READER, pages))
+        assert {*states} == {PageState.ABSENT}
 
     play(script, CONFIG, ssd=True)
