@@ -5,10 +5,12 @@ The work is ``cache.py``'s.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
 
+from launch.cli_options import checked_timeout
 from launch.config import SECRET_FILE_HELP
 from launch.errors import ConfigError
 
@@ -18,7 +20,9 @@ Join = Annotated[
     str | None, typer.Option(envvar="KVFERRY_JOIN", help="Where the registry listens.")
 ]
 SecretFile = Annotated[str | None, typer.Option(help=SECRET_FILE_HELP)]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait for the registry.")]
+Timeout = Annotated[
+    float, typer.Option(help="Seconds to wait for the registry.", callback=checked_timeout)
+]
 Model = Annotated[str | None, typer.Option(help="The served model; the cluster's by default.")]
 Salt = Annotated[str | None, typer.Option(help="cache_salt of the requests.")]
 Adapter = Annotated[str | None, typer.Option(help="Adapter of the requests.")]
@@ -58,14 +62,27 @@ def clear(
     from launch import cache
 
     parts = {"model": model, "salt": salt, "adapter": adapter}
-    order: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
-    if (namespace is not None) + bool(order) + everything != 1:
-        raise ConfigError(
-            "cache clear: say what: --namespace HEX, or --salt S (--model, --adapter), or --all"
-        )
-    if namespace is not None:
-        order = {"namespace": namespace}
-    elif everything:
-        order = {"all": True}
+    order = _order(namespace, {k: v for k, v in parts.items() if v is not None}, everything)
     for line in cache.clear(cache.find(join, secret_file, timeout), order, admin_token):
         print(line)
+
+
+def _order(namespace: str | None, parts: dict[str, str], everything: bool) -> dict[str, Any]:
+    """Return what the gateway is asked to clear; ConfigError unless it is one thing."""
+    ways = ["--namespace"] * (namespace is not None)
+    ways += [", ".join(f"--{name}" for name in parts)] * bool(parts)
+    ways += ["--all"] * everything
+    choice = "--namespace HEX, or --salt S (--model, --adapter), or --all"
+    if not ways:
+        raise ConfigError(f"cache clear: say what: {choice}")
+    if len(ways) > 1:
+        raise ConfigError(
+            f"cache clear: {' and '.join(ways)} do not go together: leave all but one out: {choice}"
+        )
+    if namespace is None:
+        return {"all": True} if everything else dict(parts)
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", namespace):
+        raise ConfigError(
+            f"--namespace {namespace}: write 64 hex digits, as `kvferry namespace` prints them"
+        )
+    return {"namespace": namespace}

@@ -7,6 +7,7 @@ Owns the translation of a pydantic field (type, default, description) to a typer
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -14,6 +15,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from launch.config import Options
+from launch.errors import ConfigError
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
@@ -24,6 +26,13 @@ ENVIRONMENT = {
 }
 NAMES = {"as_json": "--json"}  # where an option is not called as its field
 HIDDEN = {"fake_step_delay", "fake_token_delay"}
+
+
+def checked_timeout(value: float) -> float:
+    """Return ``value``, the seconds of a ``--timeout``; ConfigError unless above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--timeout {value:g}: give seconds above 0, for example 5")
+    return value
 
 
 def _metavar(annotation: Any) -> str:

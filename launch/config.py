@@ -1,8 +1,8 @@
 """What each command can be told: one frozen model per command, the only place of its defaults.
 
 Owns names, types, bounds and defaults; ``--help`` shows what is here, because the command line is
-declared from the same fields. Knows no packages (but how an address of etcd is written):
-``roles.py`` translates to their configs.
+declared from the same fields. Knows no packages (but how an address of etcd
+and a node id are written): ``roles.py`` translates to their configs.
 
 ``argv`` turns options back into a command line, which is how ``up`` and ``--count`` start others.
 """
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from launch.errors import ConfigError
 from launch.model_store import DEFAULT_MODEL
 from transfer.etcd import is_etcd, parse_address
+from transfer.identity import check_node_id
 
 DEFAULT_PORT = 8000
 JOIN_PORT_OFFSET = 100  # the join port lies so far above the HTTP port unless it is named
@@ -59,6 +60,13 @@ class Options(BaseModel):
     secret_file: str | None = Field(None, description=SECRET_FILE_HELP)
     drain_timeout: float = Field(30.0, ge=0, description="Seconds to finish work on SIGTERM.")
     log_level: LogLevel = Field("info", description="Least level of log lines.")
+
+    @field_validator("node_id")
+    @classmethod
+    def _node_id_is_a_name(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_node_id(value)
+        return value
 
     @classmethod
     def of(cls, **values: Any) -> Self:

@@ -18,7 +18,7 @@ import typer.main
 from launch import __version__, process_env
 from launch.cli_cache import cache_app, namespace
 from launch.cli_model import model_app
-from launch.cli_options import command_of
+from launch.cli_options import checked_timeout, command_of
 from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.doctor import options as doctor
 from launch.errors import EXIT_ABORTED, EXIT_CONFIG, LaunchError
@@ -95,7 +95,9 @@ def status(
         str | None, typer.Option(envvar="KVFERRY_JOIN", help="Where the registry listens.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for an answer.", callback=checked_timeout)
+    ] = 5.0,
     secret_file: Annotated[str | None, typer.Option(help=SECRET_FILE_HELP)] = None,
 ) -> None:
     """Show the roles, transport, page spec, load and pages of a running cluster."""

@@ -60,7 +60,7 @@ class StoreRole:
         """Return when the process is of no use any more."""
         node = self._node
         assert node is not None, "start() first"
-        meaning = "the store's timer died: nothing expires, nothing is evicted"
+        meaning = "a task of the store died: its timer, its copies or its SSD stand still"
         return await self._parts.failed({meaning: lambda: node.healthy})
 
     async def drain(self, timeout_s: float) -> None:

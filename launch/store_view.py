@@ -173,7 +173,13 @@ def _title(stores: Mapping[str, Mapping[str, Any]]) -> str:
     if len(policies) > 1:
         policy = ", ".join(f"{name} {store['policy']}" for name, store in stores.items())
     replicas = max((store["replicas"] for store in stores.values()), key=len)
-    return f"page store: policy {policy}; every page on {replicas} of {len(stores)} nodes"
+    return f"page store: policy {policy}; every page on {_copies(replicas, len(stores))}"
+
+
+def _copies(replicas: str, num_stores: int) -> str:
+    if replicas.isdecimal() and int(replicas) > num_stores:
+        return f"{num_stores} node{'s' if num_stores > 1 else ''}, {replicas} wanted"
+    return f"{replicas} of {num_stores} nodes"
 
 
 def _page_row(name: str, store: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ void (``Stale``).
 
 from __future__ import annotations
 
+import re
 import secrets
 from enum import StrEnum
 from typing import NewType
@@ -14,6 +15,9 @@ from typing import NewType
 import msgspec
 
 MAX_NAME_NCHARS = 256  # of a node id or an incarnation: every peer keeps those of all others
+
+# Node ids go into keys of etcd, topics of events and labels of metrics.
+_NODE_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 NodeId = NewType("NodeId", str)
 Incarnation = NewType("Incarnation", str)
@@ -30,7 +34,7 @@ class Role(StrEnum):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """One process life of one node. ValueError when a name is too long."""
+    """One process life of one node. ValueError when a name is too long, or the id is none."""
 
     node_id: NodeId
     role: Role
@@ -43,6 +47,16 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
                     f"{name[:20]!r}... has {len(name)} characters: give the node a name of at "
                     f"most {MAX_NAME_NCHARS}"
                 )
+        check_node_id(self.node_id)
+
+
+def check_node_id(node_id: str) -> None:
+    """ValueError, with how to write one, when ``node_id`` is no name of a node."""
+    if not _NODE_ID.fullmatch(node_id) or len(node_id) > MAX_NAME_NCHARS:
+        raise ValueError(
+            f"{node_id[:40]!r} is no node id: write 1 to {MAX_NAME_NCHARS} letters (a-z, A-Z), "
+            "digits, dots, hyphens and underscores"
+        )
 
 
 def new_identity(role: Role, node_id: str | None = None) -> Identity:

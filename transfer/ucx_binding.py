@@ -28,7 +28,7 @@ BINDINGS = {"ucxx": "transfer.ucx_ucxx", "ucp": "transfer.ucx_ucp"}  # in the or
 # device or by the peer: of its own segments, sockets and queues.
 HOST_TRANSPORTS = frozenset({"self", "tcp", "posix", "sysv"})
 CMA_SWITCH = "UCX_CMA_MEMORY_INVALIDATE"
-INSTALL = "pip install 'kvferry[ucx]'"
+INSTALL = "pip install 'ucxx-cu12>=0.40'"
 
 
 class UcxUnavailable(PeerUnreachable):

@@ -94,7 +94,8 @@ def resolve_attention(name: str, device: torch.device) -> str:
         raise ModelLoadError("attention='flashinfer' needs --device cuda; use --attention torch")
     if name == "flashinfer" and not flashinfer_is_installed():
         raise ModelLoadError(
-            "attention='flashinfer' is not installed; pip install 'kvferry[cuda]', or use torch"
+            "attention='flashinfer' is not installed; pip install 'flashinfer-python>=0.2', "
+            "or use torch"
         )
     return name
 

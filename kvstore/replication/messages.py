@@ -10,6 +10,7 @@ segment, under a lease that the sender holds meanwhile::
     ReleasePages ◀── CopiesTaken ────────────┘
 
     a node that lost a page to damage      SendCopies ─▶ its replicas: TakeCopies, please
+    a node that drains                     AnnounceDrain ─▶ all others: send me nothing
 
     writer   CommitPages ─▶ READY ─▶ AwaitCopies ─▶ CopiesAwaited
 """
@@ -69,6 +70,10 @@ class SendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="send_copies"):
     """
 
     keys: tuple[PageKey, ...]
+
+
+class AnnounceDrain(msgspec.Struct, frozen=True, tag="announce_drain"):
+    """I take no pages any more, for the rest of this life. Answered with ``StoreDone``."""
 
 
 class AwaitCopies(msgspec.Struct, frozen=True, kw_only=True, tag="await_copies"):

@@ -31,11 +31,13 @@ from kvstore.messages import StoreDone
 from kvstore.page import PageKey
 from kvstore.placement import Placement, weight_of
 from kvstore.replication.copy_queue import CopyQueue
+from kvstore.replication.departures import Departures, WatchedLink
 from kvstore.replication.duties import Duties, Nodes
 from kvstore.replication.heat import HotPages
 from kvstore.replication.holdings import OwnNode, now_s
 from kvstore.replication.mending import Mending
 from kvstore.replication.messages import (
+    AnnounceDrain,
     AwaitCopies,
     CopiesAwaited,
     CopiesTaken,
@@ -53,6 +55,7 @@ from transfer.membership import Member, MembershipView
 
 REPLY_MARGIN_S = 0.05  # an answer leaves this much before its caller would give up
 SPREAD_MAX = 255  # nodes that a hot page may be told to lie on: one byte
+ANNOUNCE_TIMEOUT_S = 1.0  # what a drain waits for others to hear of it
 LINK_CONFIG = StoreClientConfig()
 SHOWN = (  # counters that are there before they have counted anything
     "copies_taken",
@@ -99,6 +102,7 @@ class Replicator:
         self._hot = None if config.hot_reads is None else HotPages(config.hot_reads, self._replicas)
         name = f"{own.identity.node_id} mending"
         self._mending = Mending(self._duties, self._queue, self._senders, self.counters, name)
+        self._departures = Departures(self._others_departed)
         self._view = MembershipView()
         self._draining = False
         self._closed = False
@@ -107,6 +111,7 @@ class Replicator:
         service.on(TakeCopies, self._take)
         service.on(AwaitCopies, self._await)
         service.on(SendCopies, self._send)
+        service.on(AnnounceDrain, self._hear)
 
     # ---- what happens to the node
 
@@ -116,7 +121,7 @@ class Replicator:
         own_id = self._own.identity.node_id
         if self._closed or (view.get(own_id) is None and not self._draining):
             return
-        members = [m for m in view.with_role(Role.STORE) if m.node_id != own_id]
+        members = [m for m in view.with_role(Role.STORE) if self._may_take(m)]
         here = [m for m in view.with_role(Role.STORE) if m.node_id == own_id]
         lasting = members if self._draining else [*members, *here]
         nodes = Nodes(
@@ -130,6 +135,19 @@ class Replicator:
             self._hot.clear()
         self._repair.start()
 
+    def _may_take(self, member: Member) -> bool:
+        """Another node that pages can be owed to. What others say of themselves matters to a node
+        that drains; else the view will say it to all, and all place pages alike."""
+        identity = member.info.identity
+        if identity.node_id == self._own.identity.node_id:
+            return False
+        return not (self._draining and self._departures.has_departed(identity))
+
+    def _others_departed(self) -> None:
+        """Look again at whom pages go to; later, as the link that told of it is in use."""
+        if self._draining:
+            asyncio.get_running_loop().call_soon(lambda: self.follow(self._view))
+
     def _reach(self, members: Sequence[Member]) -> None:
         """Have a sender for each other node, and owe nothing to those that are gone."""
         infos = {m.node_id: m.info for m in members}
@@ -140,8 +158,9 @@ class Replicator:
             self._leave(sender)
         for node_id, info in infos.items():
             if node_id not in self._senders:
-                link = StoreLink(
+                link = WatchedLink(
                     info,
+                    self._departures,
                     network=self._network,
                     hello=Hello(identity=self._own.identity),
                     config=LINK_CONFIG,
@@ -258,6 +277,10 @@ class Replicator:
         sender.wake()
         return StoreDone(len(here))
 
+    async def _hear(self, message: AnnounceDrain, caller: Caller) -> StoreDone:
+        self._departures.note_parting(caller.peer)
+        return StoreDone(0)
+
     async def _await(self, message: AwaitCopies, caller: Caller) -> CopiesAwaited:
         num_keys = len(message.keys)
         if num_keys > PAGES_PER_MESSAGE_MAX or self._queue.num_waits + num_keys > WATCHES_MAX:
@@ -279,10 +302,24 @@ class Replicator:
     # ---- its life
 
     async def migrate(self) -> None:
-        """The node drains: return when all its pages are where they belong without it."""
+        """The node drains: return when all its pages are where they belong without it.
+
+        Nothing is owed to nodes that drain, too, or are gone: at once when there are no others.
+        """
+        self._departures.count_silence()
+        links = [sender.link for sender in self._senders.values()]
+        await asyncio.gather(*(self._announce(link) for link in links))
         self._draining = True
         self.follow(self._view)
         await self._repair.done()
+
+    async def _announce(self, link: StoreLink) -> None:
+        """Tell one node before this one can be gone: the view may not change any more."""
+        deadline_s = now_s() + ANNOUNCE_TIMEOUT_S
+        try:
+            await link.call(AnnounceDrain(), StoreDone, deadline_s=deadline_s)
+        except TransferError:
+            self.counters["drains_untold"] += 1  # it finds out by our refusals, or our silence
 
     def compare_all(self) -> None:
         """Pages have come that nobody has been told of: those of an earlier life."""

@@ -16,14 +16,19 @@ the same reason the database is opened in exclusive mode, without shared memory 
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.ssd.config import SsdRefused
 
+log = logging.getLogger(__name__)
+
 WAL_NBYTES_MAX = 64 << 20  # what the log is cut to after a checkpoint
 BUSY_S = 1.0
+MODE = 0o600  # the headers hold the tokens of prompts
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages(offset INTEGER PRIMARY KEY, header BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -34,11 +39,12 @@ class Index:
     """Open or make the database at ``path``.
 
     Raises:
-        sqlite3.Error: it cannot be read or written, or is damaged.
+        OSError, sqlite3.Error: it cannot be read or written, or is damaged.
         SsdRefused: it belongs to another page file.
     """
 
     def __init__(self, path: Path, uuid: bytes) -> None:
+        _make_private(path)
         self._db = sqlite3.connect(
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -110,3 +116,19 @@ class Index:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _make_private(path: Path) -> None:
+    """Make the database, before SQLite does with the umask's mode, or take others' rights away.
+
+    SQLite gives what it makes beside a database (``-wal``, ``-shm``) the mode of the database.
+    """
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE))
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.name}-journal"):
+        file = path.with_name(name)
+        if not file.exists() or not file.stat().st_mode & 0o077:
+            continue
+        try:
+            file.chmod(MODE)
+        except OSError as error:  # of another user, or a file system without modes
+            log.warning("%s: others may read it: %s", file, error.strerror)

@@ -3,7 +3,7 @@
 Owns the order of the checks and the words of every refusal. Runs on a thread. Reads the first block
 of the page file and the index, no page.
 
-    directory -> lock -> room -> page file, superblock -> index -> rows that verify
+    room -> directory -> lock -> page file, superblock -> index -> rows that verify
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def open_tier(config: SsdConfig, disk: Disk) -> Opened:
         SsdRefused: names the value and the remedy; nothing stays open.
     """
     with ExitStack() as undo:
-        _directory(config.path)
+        path = config.path / PAGES_NAME
         try:
+            _room(config, path)  # first: a refusal leaves nothing behind
+            _directory(config.path)
             lock = TierLock(config.path / LOCK_NAME)
             undo.callback(lock.release)
-            path = config.path / PAGES_NAME
-            _room(config, path)
             if not path.exists():
                 uuid = secrets.token_bytes(UUID_NBYTES)
                 _make(path, Superblock(uuid, slab_nbytes_for(config.nbytes)))
@@ -110,12 +110,8 @@ def open_tier(config: SsdConfig, disk: Disk) -> Opened:
 
 
 def _directory(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise SsdRefused(f"{path} is not a directory; give one, or a name that is not taken")
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-    except FileNotFoundError:
-        raise SsdRefused(f"{path.parent} does not exist; make it, or mount the disk") from None
     except OSError as error:
         raise SsdRefused(
             f"{path} cannot be made: {error.strerror}; give a directory that this user can write to"
@@ -125,13 +121,18 @@ def _directory(path: Path) -> None:
 
 
 def _room(config: SsdConfig, pages: Path) -> None:
-    """The file system could hold the whole tier, now."""
-    stat = os.statvfs(config.path)
+    """The file system could hold the whole tier, now. Makes nothing."""
+    path = config.path
+    if path.exists() and not path.is_dir():
+        raise SsdRefused(f"{path} is not a directory; give one, or a name that is not taken")
+    if not path.parent.exists():
+        raise SsdRefused(f"{path.parent} does not exist; make it, or mount the disk")
+    stat = os.statvfs(path if path.exists() else path.parent)
     held = pages.stat().st_blocks * 512 if pages.exists() else 0
     room = stat.f_bavail * stat.f_frsize + held
     if config.nbytes > room:
         raise SsdRefused(
-            f"nbytes={config.nbytes}: the disk of {config.path} has room for {room} bytes; give a"
+            f"nbytes={config.nbytes}: the disk of {path} has room for {room} bytes; give a"
             " smaller size, or free some"
         )
 
@@ -169,9 +170,10 @@ def _index(path: Path, uuid: bytes) -> tuple[Index, Rows, int]:
     """Open the index; a damaged one is made anew: what it named is lost, and only a cache."""
     try:
         return _read_index(path, uuid)
-    except sqlite3.OperationalError as error:
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise SsdRefused(
-            f"{path}: {error}; give this user the right to write it, end what else has it open, or"
+            f"{path}: {reason}; give this user the right to write it, end what else has it open, or"
             " delete the directory (its pages are a cache)"
         ) from error
     except sqlite3.DatabaseError as error:
@@ -180,7 +182,7 @@ def _index(path: Path, uuid: bytes) -> tuple[Index, Rows, int]:
         path.with_name(name).unlink(missing_ok=True)
     try:
         return _read_index(path, uuid)
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise SsdRefused(f"{path}: {error}; delete {path.parent}, check its disk") from error
 
 

@@ -21,7 +21,7 @@ REMEDIES = {
     "ucx": "UCX_TLS and UCX_NET_DEVICES choose its paths: leave them out, or name what both sides "
     "have (`ucx_info -d` lists it)",
 }
-INSTALL_UCX = "pip install 'kvferry[ucx]' on both sides"
+INSTALL_UCX = "pip install 'ucxx-cu12>=0.40' on both sides"
 GONE = (
     "the other side went away or stopped answering while it was measured: see how it ended, start "
     "it again and measure anew"

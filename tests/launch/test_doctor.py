@@ -212,9 +212,11 @@ async def test_three_peers_are_timed_alone_and_beside_one_that_is_stopped(
 ) -> None:
     monkeypatch.setattr(stall, "SAMPLE_S", 0.05)
     timed, stopped = stall._seconds_of_all, []
+    before = set(psutil.Process().children())  # servers of other tests
 
     async def watched(sessions: Sequence[Session]) -> float:
-        states = [child.status() for child in psutil.Process().children()]
+        peers = set(psutil.Process().children()) - before
+        states = [peer.status() for peer in peers]
         stopped.append((len(states), states.count(psutil.STATUS_STOPPED)))
         return await timed(sessions)
 

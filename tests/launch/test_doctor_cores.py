@@ -234,7 +234,7 @@ def test_without_a_requirement_every_measured_transport_is_held_against_the_rati
 
 
 def test_a_remedy_for_ucx_fits_its_reason() -> None:
-    assert "pip install" in remedy_of("ucx", "not installed: pip install 'kvferry[ucx]'")
+    assert "pip install" in remedy_of("ucx", "not installed: pip install 'ucxx-cu12>=0.40'")
     assert "UCX_TLS" in remedy_of("ucx", "ucx does not open: No such device")
     assert "firewall" in remedy_of("tcp", "unreachable")
 

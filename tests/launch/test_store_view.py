@@ -85,6 +85,15 @@ def table_of(text: str, first: str) -> dict[str, list[str]]:
     return {h: [row[i] for row in rows] for i, h in enumerate(headings)}
 
 
+@pytest.mark.parametrize(
+    ("num_stores", "said"), [(1, "on 1 node, 2 wanted"), (2, "on 2 of 2 nodes")]
+)
+def test_fewer_stores_than_replicas_are_said_to_be_too_few(num_stores: int, said: str) -> None:
+    names = [f"s{n}" for n in range(num_stores)]
+    stores = {name: summary(member_of(name, NUMBERS), stats_of(NUMBERS)) for name in names}
+    assert f"every page {said}" in store_text(stores).splitlines()[0]
+
+
 def test_a_summary_has_every_number_that_the_issue_asks_for() -> None:
     answer = stats_of(NUMBERS, NamespaceUsage(b"n" * 32, 9, 90, 900))
     shown = summary(member_of("s1", {"num_pages": 1.0}), answer)
@@ -118,7 +127,7 @@ def test_the_tables_say_what_the_summary_says() -> None:
         "missing": "8",
     }
     assert "s1 is repairing" in text
-    assert text.startswith("page store: policy heat; every page on 2 of 1 nodes\n")
+    assert text.startswith("page store: policy heat; every page on 1 node, 2 wanted\n")
 
 
 def test_no_table_is_wider_than_a_narrow_terminal() -> None:

@@ -148,7 +148,7 @@ def record(node_id: str, incarnation: str = "", **gauges: float) -> Record:
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    for name in ("a", "with/slash", "ü %2F"):
+    for name in ("a", "Store_1.rack-2", ".."):
         written = record(name, num_pages=3.0)
         key = KEYS.member(NodeId(name))
         assert key.startswith(KEYS.members)
@@ -163,7 +163,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
         b"",
         b"{}",
         b"[1]",
-        encode_record(record("somebody else")),
+        encode_record(record("somebody-else")),
         encode_record(record("a")).replace(b'"format":1', b'"format":2'),
         encode_record(record("a")).replace(b'"store"', b'"kettle"'),
     ],

@@ -15,7 +15,7 @@ from tests.transfer.channel_contract import Ask, Count, TestService, Told, hello
 from tests.transfer.fuzzing import EDGES, NESTED, allocates_at_most, examples, mutated, no_alarm
 from transfer.channel import MAX_FACTS, Hello
 from transfer.errors import FrameInvalid, PeerClosed
-from transfer.identity import MAX_NAME_NCHARS, Identity, Incarnation, NodeId, Role
+from transfer.identity import MAX_NAME_NCHARS, Identity, Incarnation, NodeId, Role, new_identity
 from transfer.membership import NodeInfo
 from transfer.rpc import RpcChannel
 from transfer.rpc_client import (
@@ -214,6 +214,18 @@ def test_a_node_id_has_a_maximum_here_and_at_the_other_side() -> None:
         long_name(MAX_NAME_NCHARS + 1)
     with pytest.raises(ValueError, match="at most"):
         Identity(node_id=NodeId("n" * 300), role=Role.STORE, incarnation=Incarnation("i"))
+
+
+@pytest.mark.parametrize("name", ["", "bad id/../x", "a@b", "a\n", "a/b", 'a"', "\xe9"])
+def test_a_node_id_that_keys_topics_or_labels_could_misread_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="letters"):
+        Identity(node_id=NodeId(name), role=Role.STORE, incarnation=Incarnation("i"))
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_generated_and_usual_node_ids_are_taken(role: Role) -> None:
+    assert new_identity(role).node_id.startswith(role.value)
+    assert new_identity(role, "Store_1.rack-2").node_id == "Store_1.rack-2"
 
 
 @pytest.mark.parametrize(

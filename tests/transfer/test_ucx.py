@@ -240,7 +240,7 @@ async def test_without_a_binding_the_error_says_what_to_install(
 ) -> None:
     async with checked_engines("ucx") as engines:
         monkeypatch.setattr("transfer.ucx_binding.BINDINGS", {})
-        with pytest.raises(PeerUnreachable, match=re.escape("pip install 'kvferry[ucx]'")):
+        with pytest.raises(PeerUnreachable, match=re.escape("pip install 'ucxx-cu12>=0.40'")):
             await engines.unstarted().start()
 
 

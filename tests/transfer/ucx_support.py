@@ -19,7 +19,7 @@ from transfer.ucx_codec import encode_control as encode
 from transfer.ucx_lifeline import introduce_client
 
 NEEDS_UCX = pytest.mark.skipif(
-    installed_binding() is None, reason="needs UCX: pip install 'kvferry[ucx]'"
+    installed_binding() is None, reason="needs UCX: pip install 'ucxx-cu12>=0.40'"
 )
 
 

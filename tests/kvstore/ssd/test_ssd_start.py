@@ -43,6 +43,32 @@ async def test_more_than_the_disk_has_is_refused(tmp_path: Path) -> None:
     said = await refusal(tmp_path / "tier", nbytes=1 << 49)
     assert str(1 << 49) in said
     assert "smaller size" in said
+    assert not (tmp_path / "tier").exists()
+    (tmp_path / "tier").mkdir()
+    await refusal(tmp_path / "tier", nbytes=1 << 49)
+    assert not list((tmp_path / "tier").iterdir())
+
+
+async def test_nobody_else_can_read_the_files_of_a_tier(
+    open_tier: OpenTier, tmp_path: Path
+) -> None:
+    old = os.umask(0o022)
+    try:
+        tier = await open_tier()
+        assert modes(tmp_path / "tier") == {0o600}
+        await tier.close()
+        (tmp_path / "tier" / INDEX_NAME).chmod(0o644)  # as earlier versions made it
+        tier = await open_tier()
+        await put(tier, 1)
+        assert (tmp_path / "tier" / f"{INDEX_NAME}-wal").exists()
+        assert modes(tmp_path / "tier") == {0o600}
+        await tier.close()
+    finally:
+        os.umask(old)
+
+
+def modes(folder: Path) -> set[int]:
+    return {file.stat().st_mode & 0o777 for file in folder.iterdir()}
 
 
 async def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
