@@ -17,11 +17,33 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transfer.errors import TransferError
 
 MAX_BUFFERS = 256  # well below IOV_MAX (1024)
+MIN_FILE_NBYTES = 32 * 1024  # less is copied in the time that sending by reference takes to set up
+
+
+class FileRun(NamedTuple):
+    """Bytes that lie one after the other in a file."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+class FileSource(Protocol):
+    """Where memory lies in a file: its bytes can be sent from there without being copied."""
+
+    def enter(self) -> tuple[int, int] | None:
+        """Return the descriptor and where the memory begins; None: there is no file any more.
+
+        What is not None needs one ``leave``; the descriptor stays open until then.
+        """
+        ...
+
+    def leave(self) -> None: ...
 
 
 class Payload(Protocol):
@@ -33,9 +55,11 @@ class Payload(Protocol):
             any more, when ``settled`` becomes true, when ``error`` is set, and when whoever
             withdrew the memory wants the connection to notice.
         error: why the bytes are void; the request ends with it.
+        file: where they lie in a file, to be sent by reference; None: they are copied.
     """
 
     remaining: int
+    file: FileSource | None
     wake: Callable[[], None]
     error: TransferError | None
 
@@ -57,6 +81,13 @@ class Payload(Protocol):
         """Return the next bytes, at most ``limit_nbytes`` and what is ready, without moving."""
         ...
 
+    def next_run(self, limit_nbytes: int) -> tuple[int, int]:
+        """Return offset (in the memory) and length of the next bytes that lie in one piece.
+
+        Asked of what has a ``file`` only.
+        """
+        ...
+
     def advance(self, nbytes: int) -> None:
         """Pass over ``nbytes`` bytes."""
         ...
@@ -73,9 +104,15 @@ def _nobody_waits() -> None:
 class Cursor:
     """Position in a list of ``(offset, nbytes)`` spans of host memory. Always ready."""
 
-    __slots__ = ("_done", "_index", "_spans", "_view", "error", "remaining", "wake")
+    __slots__ = ("_done", "_index", "_spans", "_view", "error", "file", "remaining", "wake")
 
-    def __init__(self, view: memoryview, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        view: memoryview,
+        spans: Sequence[tuple[int, int]],
+        file: FileSource | None = None,
+    ) -> None:
+        self.file = file
         self._view = view
         self._spans = array("Q", chain.from_iterable(spans))  # 16 bytes a span: thousands wait
         self._index = 0  # in _spans, where offsets and lengths alternate
@@ -106,6 +143,10 @@ class Cursor:
             limit_nbytes -= take
             index, done = index + 2, 0
         return found
+
+    def next_run(self, limit_nbytes: int) -> tuple[int, int]:
+        start, nbytes = self._spans[self._index : self._index + 2]
+        return start + self._done, min(nbytes - self._done, limit_nbytes)
 
     def advance(self, nbytes: int) -> None:
         assert nbytes <= self.remaining, "advanced past the end"

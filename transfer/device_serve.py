@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 
 from transfer.config import TransferConfig
+from transfer.cursor import FileSource
 from transfer.device_copier import DeviceCopiers
 from transfer.device_memory import Run
 from transfer.device_slots import SlotLimits
@@ -70,6 +71,7 @@ class _DevicePayload(ABC):
         self.remaining = sum(nbytes for _, nbytes in spans)
         self.wake: Callable[[], None] = _nobody_waits
         self.error: TransferError | None = None
+        self.file: FileSource | None = None
         self._stages = stages
         self._region = region
         self._holder = holder
@@ -78,6 +80,9 @@ class _DevicePayload(ABC):
     @property
     @abstractmethod
     def ready_nbytes(self) -> int: ...
+
+    def next_run(self, limit_nbytes: int) -> tuple[int, int]:
+        raise AssertionError("memory of a device lies in no file")
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._guarded(work))

@@ -121,6 +121,12 @@ class TransferEngine:
         return self._config.transport in ("auto", "shm") and shared_memory_available()
 
     @property
+    def _wants_files(self) -> bool:
+        """Peers map files, or tcp sends from them without a copy."""
+        asked = self._config.transport
+        return asked in ("auto", "shm", "tcp") and shared_memory_available()
+
+    @property
     def _wants_ucx(self) -> bool:
         asked = self._config.transport
         return asked == "ucx" or (
@@ -236,7 +242,7 @@ class TransferEngine:
     def allocate(self, nbytes: int) -> HostRegion:
         """Return zeroed, page-aligned memory; peers on this host map it when shm is in use."""
         self._check_not_closed()
-        return self._regions.allocate(nbytes, shared=self._wants_shm)
+        return self._regions.allocate(nbytes, shared=self._wants_files)
 
     def _encode_token(self, region: RegisteredRegion, rights: Rights, capability: bytes) -> bytes:
         assert self._state is _State.RUNNING, f"export() while the engine is {self._state.value}"

@@ -24,6 +24,7 @@ from transfer.device_memory import DeviceMemory
 from transfer.errors import FrameInvalid, RegionRevoked, Unauthorized
 from transfer.gate import Gate
 from transfer.interface import Rights
+from transfer.loans import Loans
 from transfer.shm_control import MAX_REGIONS, ControlPage, slot_of
 from transfer.shm_files import opened_again
 from transfer.shm_memory import Allocation
@@ -124,6 +125,7 @@ class HostRegion(RegisteredRegion):
     ) -> None:
         super().__init__(region_id, table, nbytes=view.nbytes, readonly=view.readonly)
         self.allocation = allocation
+        self.loans = Loans()
         self._view = view
 
     @property
@@ -133,6 +135,30 @@ class HostRegion(RegisteredRegion):
     @property
     def in_shared_memory(self) -> bool:
         return self.allocation is not None and self.allocation.fd is not None
+
+    @property
+    def file(self) -> FilePlace | None:
+        """Where the region lies in a memfd, if it does."""
+        if self.allocation is None or self.allocation.fd is None:
+            return None
+        offset = self.allocation.offset_of(address_of(self._view), self.nbytes)
+        return None if offset is None else FilePlace(self.allocation, offset)
+
+
+class FilePlace(NamedTuple):
+    """``cursor.FileSource`` of a region."""
+
+    allocation: Allocation
+    offset: int
+
+    def enter(self) -> tuple[int, int] | None:
+        if not self.allocation.sending.enter():
+            return None
+        assert self.allocation.fd is not None, "the gate closes before the file does"
+        return self.allocation.fd, self.offset
+
+    def leave(self) -> None:
+        self.allocation.sending.leave()
 
 
 class DeviceRegion(RegisteredRegion):
@@ -165,6 +191,7 @@ class RegionTable:
         self._num_made = 0
         self._next_slot = 0
         self._allocations: list[Allocation] = []
+        self._ended = False
 
     def attach(self, control: ControlPage) -> None:
         """Publish all regions, those of now and later, through ``control``."""
@@ -239,12 +266,19 @@ class RegionTable:
             self._free_slots.append(slot_of(region.region_id))
         region.gate.close()
         if isinstance(region, HostRegion) and region.allocation is not None:
-            self._give_up(region.region_id, region.allocation)
+            self._give_up(region, region.allocation)
 
-    def _give_up(self, region_id: int, allocation: Allocation) -> None:
-        """Part with memory that peers may have mapped, once none of them touches the region."""
+    def _give_up(self, region: HostRegion, allocation: Allocation) -> None:
+        """Part with memory that peers may look at, once none of them does any more."""
+        region_id = region.region_id
         is_empty = self._control is None or self._control.wait_until_empty(region_id)
-        if not is_empty:
+        is_empty = region.loans.wait_until_returned() and is_empty
+        if not is_empty and self._ended:
+            _LOG.warning(
+                "a peer that was stopped may still see memory of this closed engine: release what "
+                "allocate() returned, do not reuse it"
+            )
+        elif not is_empty:
             self._leave_behind(allocation)
         with self._lock:
             allocation.release()
@@ -256,12 +290,12 @@ class RegionTable:
         Only the exchange of the mapping is under the lock, not the copy of up to a gigabyte: peers
         are served from the I/O loop meanwhile.
         """
-        assert self._control is not None, "waited for peers without a control page"
         with self._lock:
             parted = allocation.can_leave_behind
-            for region in self._regions.values() if parted else ():
-                if isinstance(region, HostRegion) and region.allocation is allocation:
-                    self._control.move_away(region.region_id)
+            if parted and self._control is not None:
+                for region in self._regions.values():
+                    if isinstance(region, HostRegion) and region.allocation is allocation:
+                        self._control.move_away(region.region_id)
             parted = parted and allocation.leave_behind()
         if parted and allocation.keep_bytes():
             _LOG.warning("a peer stopped while it copied: the memory was left behind for it")
@@ -273,7 +307,9 @@ class RegionTable:
             )
 
     def revoke_all(self) -> None:
+        """The engine has ended: peers were told, and are not waited for."""
         with self._lock:
+            self._ended = True
             regions = list(self._regions.values())
         for region in regions:
             self.revoke(region)

@@ -24,6 +24,7 @@ import sys
 from contextlib import suppress
 
 from transfer.buffers import address_of
+from transfer.gate import Gate
 from transfer.shm_files import create_sealed, seal_for_good
 
 HUGE_PAGES_FROM_NBYTES = 4 << 20
@@ -73,6 +74,7 @@ class Allocation:
         self.nbytes = nbytes
         self.file_id = next(_FILE_IDS)
         self.fd: int | None = None
+        self.sending = Gate()  # who sends from the file is inside
         self._users = 0
         if shared:
             self.fd = create_sealed("kvferry", nbytes)
@@ -106,7 +108,8 @@ class Allocation:
             self.stop_sharing()
 
     def stop_sharing(self) -> None:
-        """Hand the file to nobody any more. Idempotent."""
+        """Hand the file to nobody any more. Idempotent; waits for who sends a piece from it."""
+        self.sending.close()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -21,9 +21,12 @@ Requests travel from the side that connected ("client") to the side that accepte
     DATA ... DATA                         ─▶
                                           ◀─ DONE         (every byte is in the region)
     CANCEL                                ─▶              (READ: answered with DONE)
+    TAKEN                                 ─▶              (READ of many bytes: they are here)
     GOODBYE                               ◀─▶             (either side: closing in order)
 
-DATA frames of different requests interleave; those of one request are in order.
+DATA frames of different requests interleave; those of one request are in order. A server may send
+bytes by reference: until TAKEN, what the client finds in its socket is the server's memory itself
+(``loans``). Nobody waits for TAKEN but who revokes that memory.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from transfer.error_codes import MAX_TEXT_NBYTES, status_of
 from transfer.errors import FrameInvalid, TransferError
 from transfer.interface import Priority
 
-TCP_PROTOCOL_VERSION = 2  # 2: requests carry their priority
+TCP_PROTOCOL_VERSION = 3  # 2: requests carry their priority; 3: TAKEN
 MAGIC = b"KVF1"
 HEADER = struct.Struct("<4sBxHQQ")
 HEADER_NBYTES = HEADER.size
@@ -60,6 +63,7 @@ class Op(IntEnum):
     DONE = 7
     CANCEL = 8
     GOODBYE = 9
+    TAKEN = 10
 
 
 _OPS = {int(op): op for op in Op}

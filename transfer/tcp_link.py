@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from transfer.cursor import FileRun
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.tcp_codec import Op, control_frame
 from transfer.tcp_liveness import LIVENESS_CHECK_S, Liveness, tcp_info
@@ -65,7 +67,7 @@ class Link:
         self._handler = handler
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(handler)
-        self._writer = FrameWriter(piece_nbytes)
+        self._writer = FrameWriter(piece_nbytes, self._transmit_file)
         self._pumping = False
         self._waits_writable = False
         self._reading = True
@@ -75,6 +77,7 @@ class Link:
         self._flushed: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.peer_said_goodbye = False
+        self.peer_closed = False  # its socket is gone, and what lay in it
         self.finishing = False
         self.closed = False
         self.name = name
@@ -157,6 +160,20 @@ class Link:
     def _transmit(self, buffers: Sequence[memoryview | bytes]) -> int:
         return self._sock.sendmsg(buffers)
 
+    def _transmit_file(self, head: memoryview, run: FileRun) -> int:
+        """Send ``head`` and, in the same segment, bytes of a file."""
+        count = 0
+        if head:
+            count = self._sock.send(head, socket.MSG_MORE)
+            if count < len(head):
+                return count
+        try:
+            return count + os.sendfile(self._sock.fileno(), run.fd, run.offset, run.nbytes)
+        except BlockingIOError:
+            if not count:
+                raise
+            return count
+
     def _on_readable(self) -> None:
         if self.closed or not self._reading:
             return
@@ -197,6 +214,8 @@ class Link:
 
     def _gone(self, error: OSError | None) -> TransferError:
         """Return what the end of the stream, or an error of the socket, says about the peer."""
+        if error is None or isinstance(error, ConnectionResetError | BrokenPipeError):
+            self.peer_closed = True
         if self.peer_said_goodbye and not self._reader.mid_frame:
             return PeerClosed(f"{self.name} closed in order")
         if error is not None:

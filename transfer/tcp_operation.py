@@ -18,6 +18,7 @@ from transfer.errors import DeadlineExceeded, TransferError
 from transfer.gate import Gate
 from transfer.interface import Range
 from transfer.ranges import split, total_nbytes
+from transfer.region import HostRegion
 from transfer.tcp_codec import Op, RequestBody, control_frame, pack_spans
 from transfer.tcp_reader import Sink
 from transfer.tcp_writer import Source
@@ -52,7 +53,10 @@ class Request:
 
     def cursor(self) -> Cursor:
         spans = [(r.local_offset, r.nbytes) for r in self.ranges]
-        return Cursor(self.operation.move.region.view, spans)
+        move = self.operation.move
+        region = move.region
+        file = region.file if move.right == "w" and isinstance(region, HostRegion) else None
+        return Cursor(region.view, spans, file)
 
 
 Watch = Callable[["TcpOperation"], Coroutine[Any, Any, None]]

@@ -32,7 +32,15 @@ from transfer.errors import (
 )
 from transfer.gate import closed_gate
 from transfer.interface import Priority, Rights
-from transfer.region import DeviceRegion, RegionTable, RegisteredRegion, Spans, check_spans
+from transfer.loans import Loans
+from transfer.region import (
+    DeviceRegion,
+    HostRegion,
+    RegionTable,
+    RegisteredRegion,
+    Spans,
+    check_spans,
+)
 from transfer.tcp_codec import Header, Op, RequestBody, decode_body, done_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
@@ -48,6 +56,7 @@ REFUSAL_LIMIT_S = 1.0  # for a refused peer to read why
 # Of one client. It has at most MAX_REQUESTS_IN_FLIGHT out, and may have cancelled as many more.
 MAX_SERVED_READS = 2 * MAX_REQUESTS_IN_FLIGHT  # beyond, it is not listened to until some end
 MAX_SERVED_WRITES = 2 * MAX_REQUESTS_IN_FLIGHT  # beyond, it breaks the protocol
+MAX_LENT_READS = 4096  # answered and not yet taken; a client says so within milliseconds
 MAX_UNPROVEN = 256  # clients in the hello: strangers do not take the descriptors of a process
 MAX_UNREAD_ANSWERS_NBYTES = 1 << 20  # a client that reads no answers is not listened to either
 
@@ -66,6 +75,8 @@ class ServedLink:
         self._handshake = handshake
         self._sources: dict[int, Source] = {}
         self._sinks: dict[int, tuple[Sink, RegisteredRegion | None]] = {}
+        self._lending: dict[int, Loans] = {}  # of reads that are being answered by reference
+        self._lent: dict[int, Loans] = {}  # of reads whose bytes may still lie in the socket
         self.link = Link(sock, self, piece_nbytes=server.config.piece_nbytes, name=name)
         self._hello_timer = asyncio.get_running_loop().call_later(
             server.config.connect_timeout_s, self._hello_overdue
@@ -98,6 +109,8 @@ class ServedLink:
             self._on_request(header, decode_body(body, RequestBody))
         elif header.op is Op.CANCEL:
             self._on_cancel(header.request_id)
+        elif header.op is Op.TAKEN:
+            self._on_taken(header.request_id)
         else:
             raise FrameInvalid(f"{header.op.name} from the asking side")
 
@@ -139,10 +152,13 @@ class ServedLink:
     ) -> None:
         payload = self._server.payload(region, spans, "r", self)
         nbytes = payload.remaining
+        loans = _lend(region, payload)
 
         def on_end(complete: bool) -> None:
             source = self._sources.pop(request_id)
             payload.close()
+            if loans is not None:
+                self._on_lent(request_id, loans, complete=complete)
             if complete:
                 self._server.counters.add(bytes_served=nbytes)
                 if nbytes <= SMALL_NBYTES:
@@ -153,7 +169,25 @@ class ServedLink:
         done = done_frame(request_id, None)
         source = Source(request_id, payload, region.gate, on_end, priority, done)
         self._sources[request_id] = source
+        if loans is not None:
+            self._lending[request_id] = loans
         self.link.add(source)
+
+    def _on_lent(self, request_id: int, loans: Loans, *, complete: bool) -> None:
+        """All that was to be sent by reference is on its way; what ended early has failed."""
+        del self._lending[request_id]
+        if not complete:
+            loans.give_back()
+            return
+        self._lent[request_id] = loans
+        if len(self._lent) > MAX_LENT_READS:
+            text = f"{self.link.name} does not say which of {MAX_LENT_READS} reads it has taken"
+            asyncio.get_running_loop().call_soon(self.link.close, FrameInvalid(text))
+
+    def _on_taken(self, request_id: int) -> None:
+        loans = self._lent.pop(request_id, None)
+        if loans is not None:  # else its bytes were copied
+            loans.give_back()
 
     def _why_ended(self, source: Source) -> TransferError:
         if source.cursor.error is not None:
@@ -223,7 +257,20 @@ class ServedLink:
         self._sources.clear()
         for request_id in list(self._sinks):
             self._forget_sink(request_id)
+        self._end_loans()
         self._server.forget(self)
+
+    def _end_loans(self) -> None:
+        """Reads that were not answered in full have failed; of the others, who knows?"""
+        for loans in self._lending.values():
+            loans.give_back()
+        for loans in self._lent.values():
+            if self.link.peer_closed:
+                loans.give_back()
+            else:
+                loans.lose()
+        self._lending.clear()
+        self._lent.clear()
 
 
 class TcpServer:
@@ -257,7 +304,9 @@ class TcpServer:
         """Return the bytes of a request of ``link``, to be sent ("r") or received ("w")."""
         if isinstance(region, DeviceRegion):
             return self._devices.payload(region, spans, right, link)
-        return Cursor(region.view, spans)
+        many = sum(nbytes for _, nbytes in spans) > SMALL_NBYTES
+        file = region.file if isinstance(region, HostRegion) and right == "r" and many else None
+        return Cursor(region.view, spans, file)
 
     def serve(self, sock: socket.socket) -> None:
         """Accept on a listening, non-blocking socket; takes it over."""
@@ -297,3 +346,11 @@ class TcpServer:
         self.stop_listening()
         for served in list(self._links):
             served.link.close(error)
+
+
+def _lend(region: RegisteredRegion, payload: Payload) -> Loans | None:
+    """Note that bytes of ``region`` go out by reference, if they do."""
+    if payload.file is None or not isinstance(region, HostRegion):
+        return None
+    region.loans.take()
+    return region.loans

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from transfer.cursor import Payload
+from transfer.cursor import MIN_FILE_NBYTES, FileRun, Payload
 from transfer.gate import Gate
 from transfer.interface import Priority
 from transfer.tcp_codec import Op, encode_header
@@ -30,6 +30,7 @@ ZEROS = memoryview(bytes(256 * 1024))
 MAX_CONTROL_BATCH_NBYTES = 64 * 1024
 
 Send = Callable[[Sequence[memoryview | bytes]], int]
+SendFile = Callable[[memoryview, FileRun], int]  # what goes before it, and the run
 
 
 class Source:
@@ -70,8 +71,12 @@ class Source:
 class FrameWriter:
     """One per connection. Not thread-safe; lives on the I/O loop."""
 
-    def __init__(self, piece_nbytes: int) -> None:
+    def __init__(self, piece_nbytes: int, send_file: SendFile | None = None) -> None:
+        """Args:
+        send_file: sends bytes of a file without copying them, and what goes before them.
+        """
         self._piece_nbytes = piece_nbytes
+        self._send_file = send_file
         self.control_nbytes = 0  # of queued control frames
         self._control: deque[bytes] = deque()
         self._queues: dict[Priority, deque[Source]] = {p: deque() for p in Priority}
@@ -172,11 +177,13 @@ class FrameWriter:
         valid = not source.dropped and source.cursor.error is None and source.gate.enter()
         if valid:
             try:
-                payload = source.cursor.buffers(self._frame_left)
-                buffers += payload
-                if source.tail and sum(map(len, payload)) == source.cursor.remaining:
-                    buffers.append(source.tail)
-                count = send(buffers)
+                count = self._send_run(source)
+                if count is None:
+                    payload = source.cursor.buffers(self._frame_left)
+                    buffers += payload
+                    if source.tail and sum(map(len, payload)) == source.cursor.remaining:
+                        buffers.append(source.tail)
+                    count = send(buffers)
             finally:
                 source.gate.leave()
         else:
@@ -190,6 +197,20 @@ class FrameWriter:
             if source.cursor.remaining == 0:
                 self._head = memoryview(source.tail)[count - head_nbytes - moved :]
         return count
+
+    def _send_run(self, source: Source) -> int | None:
+        """Send head and payload from the file that the payload lies in; None: copy it."""
+        file = source.cursor.file
+        if file is None or self._send_file is None:
+            return None
+        start, nbytes = source.cursor.next_run(self._frame_left)
+        if nbytes < MIN_FILE_NBYTES or (place := file.enter()) is None:
+            return None
+        try:
+            fd, offset = place
+            return self._send_file(self._head, FileRun(fd, offset + start, nbytes))
+        finally:
+            file.leave()
 
     def _end_frame(self, source: Source) -> None:
         self._current = None

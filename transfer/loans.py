@@ -1,0 +1,58 @@
+"""Bytes of a region that are on their way without having been copied.
+
+Owns the count of them, and the wait until the last is back. tcp sends from a memfd by reference
+(``FileSource``): until a peer has taken the bytes out of its socket, they are the region's own, and
+what is stored there meanwhile is what the peer would get. So a region that is revoked waits for
+the peer's word that it has them, and memory that a peer may still look at is left behind for it
+(``shm_memory``). Knows no sockets.
+
+::
+
+    take ──give_back: the peer has the bytes, or has failed the read, or is gone──▶ over
+      └────lose: the connection ended on our side, the peer may still find them──▶ for good
+"""
+
+from __future__ import annotations
+
+import threading
+
+LOAN_PATIENCE_S = 0.5  # of a revocation; a peer that runs answers within milliseconds
+
+
+class Loans:
+    """Of one region. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_out = 0
+        self._num_lost = 0
+
+    @property
+    def num_out(self) -> int:
+        """Answers whose bytes a peer may still find in its socket, and will tell of."""
+        return self._num_out
+
+    def take(self) -> None:
+        with self._changed:
+            self._num_out += 1
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._num_out -= 1
+            assert self._num_out >= 0, "a loan was given back twice"
+            self._changed.notify_all()
+
+    def lose(self) -> None:
+        """Nobody will say when these bytes have been taken."""
+        with self._changed:
+            self._num_out -= 1
+            self._num_lost += 1
+            self._changed.notify_all()
+
+    def wait_until_returned(self, patience_s: float | None = None) -> bool:
+        """Block until nothing is out; False when something is lost, or the patience is over."""
+        if patience_s is None:
+            patience_s = LOAN_PATIENCE_S
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_out == 0 or self._num_lost > 0, patience_s)
+            return self._num_out == 0 and self._num_lost == 0
