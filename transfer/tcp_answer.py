@@ -28,6 +28,8 @@ from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES, TcpOperation
 from transfer.vigil import OFTEN_S, Vigil
 
+MOVED_PER_S = 0.5e9  # bytes that an answer takes its time for
+
 
 class AnswerWatch:
     """One per engine. Made for operations that were sent on a connection nobody else uses."""
@@ -39,6 +41,7 @@ class AnswerWatch:
         self._io = io
         self._clock = clock
         self._vigil = Vigil()
+        self._progressed = False  # bytes came at the last look
         self._operation: TcpOperation | None = None
         self._link: Link | None = None
 
@@ -47,7 +50,8 @@ class AnswerWatch:
         if self._operation is not None or operation.nbytes > SMALL_NBYTES:
             return
         link = client.link
-        if client.answer_s > OFTEN_S or not link.listens:  # a peer that is far, or busy
+        soon_s = OFTEN_S + operation.nbytes / MOVED_PER_S
+        if client.answer_s > soon_s or not link.listens:  # a peer that is far, or busy
             return
         if self._vigil.begin(self._clock()):
             self._operation, self._link = operation, link
@@ -92,16 +96,24 @@ class AnswerWatch:
                 return
             os.sched_yield()  # to whoever waits for this core, perhaps the peer
             await asyncio.sleep(0)
-            lasts = self._vigil.lasts(self._clock())
+            lasts = self._goes_on()
         if lasts and operation.finished:
             self._vigil.paid()
+
+    def _goes_on(self) -> bool:
+        """Whether to look again: bytes that come are a reason, and took their time."""
+        now_s = self._clock()
+        if self._progressed:
+            self._vigil.begin(now_s)
+            return True
+        return self._vigil.lasts(now_s)
 
     def _look_once(self, operation: TcpOperation) -> bool:
         """Take what has arrived; False when the watch was over before."""
         link = self._link
         if link is None:
             return False
-        link.look()
+        self._progressed = link.look()
         if operation.finished:
             self.end(link)
         return True

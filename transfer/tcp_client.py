@@ -14,7 +14,7 @@ from typing import Protocol
 from transfer.config import TransferConfig
 from transfer.error_codes import error_of
 from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable, TransferError
-from transfer.tcp_codec import Header, Op, control_frame
+from transfer.tcp_codec import COPIED_NBYTES, Header, Op, control_frame
 from transfer.tcp_handshake import ClientHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES, Request, TcpOperation
@@ -165,7 +165,7 @@ class ClientLink:
         if error is not None and request.source is not None and request.source.cursor.remaining:
             self._stop_source(header.request_id, request.source)
         self._owner.on_answered(request, error)
-        if request.sink is not None and error is None and request.nbytes > SMALL_NBYTES:
+        if request.sink is not None and error is None and request.nbytes > COPIED_NBYTES:
             self.link.send(control_frame(Op.TAKEN, header.request_id))
 
     def _stop_source(self, request_id: int, source: Source) -> None:

@@ -48,6 +48,7 @@ HEADER = struct.Struct("<4sBxHQQ")
 HEADER_NBYTES = HEADER.size
 MAX_CONTROL_NBYTES = 128 * 1024  # body of any frame but DATA: 4096 spans and change
 MAX_HELLO_NBYTES = 4096  # body of a frame from somebody who has not proven the secret yet
+COPIED_NBYTES = 64 * 1024  # the answer to a longer READ may be sent by reference: TAKEN follows
 MAX_DATA_NBYTES = 64 << 20  # body of one DATA frame
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -76,6 +76,7 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._flushed: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.num_received = 0
         self.peer_said_goodbye = False
         self.peer_closed = False  # its socket is gone, and what lay in it
         self.finishing = False
@@ -105,9 +106,11 @@ class Link:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def look(self) -> None:
-        """Take what has arrived, though the loop has not said that something has."""
+    def look(self) -> bool:
+        """Take what has arrived, though the loop has not said that something has; was there any?"""
+        before = self.num_received
         self._on_readable()
+        return self.num_received > before
 
     def trust(self) -> None:
         """The peer has proven who it is."""
@@ -155,7 +158,9 @@ class Link:
             self._lowat_nbytes = nbytes
 
     def _receive(self, buffers: Sequence[memoryview]) -> int:
-        return self._sock.recvmsg_into(buffers)[0]
+        count: int = self._sock.recvmsg_into(buffers)[0]
+        self.num_received += count
+        return count
 
     def _transmit(self, buffers: Sequence[memoryview | bytes]) -> int:
         return self._sock.sendmsg(buffers)

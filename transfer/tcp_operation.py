@@ -24,7 +24,7 @@ from transfer.tcp_reader import Sink
 from transfer.tcp_writer import Source
 from transfer.transports import Move
 
-SMALL_NBYTES = 64 * 1024  # a read that costs more waking than moving bytes
+SMALL_NBYTES = 512 * 1024  # a read that costs more waking than moving bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -41,7 +41,7 @@ from transfer.region import (
     Spans,
     check_spans,
 )
-from transfer.tcp_codec import Header, Op, RequestBody, decode_body, done_frame
+from transfer.tcp_codec import COPIED_NBYTES, Header, Op, RequestBody, decode_body, done_frame
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES
@@ -304,7 +304,7 @@ class TcpServer:
         """Return the bytes of a request of ``link``, to be sent ("r") or received ("w")."""
         if isinstance(region, DeviceRegion):
             return self._devices.payload(region, spans, right, link)
-        many = sum(nbytes for _, nbytes in spans) > SMALL_NBYTES
+        many = sum(nbytes for _, nbytes in spans) > COPIED_NBYTES
         file = region.file if isinstance(region, HostRegion) and right == "r" and many else None
         return Cursor(region.view, spans, file)
 

@@ -32,7 +32,7 @@ from transfer.tcp_client import ClientLink
 from transfer.tcp_codec import Header
 from transfer.tcp_operation import SMALL_NBYTES
 from transfer.token import decode_token
-from transfer.vigil import Vigil
+from transfer.vigil import GAP_S, SPIN_S, Vigil
 
 NBYTES = 4096
 FAR_S = 3600.0
@@ -250,6 +250,25 @@ async def test_a_peer_whose_answers_take_long_is_not_watched_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_answer, "OFTEN_S", 0.0)
+    monkeypatch.setattr(tcp_answer, "MOVED_PER_S", float("inf"))
     with held(scene.owner), pytest.raises(Unwatched):  # else a core would be burnt for each of them
         await scene.begun()
     await scene.read()
+
+
+async def test_bytes_that_come_are_a_reason_to_go_on_watching() -> None:
+    now_s = 0.0
+    async with checked_engines("tcp") as engines:
+        reader = await engines.make()
+        assert reader._io is not None
+        watch = AnswerWatch(reader._io, lambda: now_s)
+        watch._vigil.begin(now_s)
+        watch._progressed = True
+        for _ in range(5):
+            now_s += 0.9 * SPIN_S
+            assert watch._goes_on()
+        watch._progressed = False
+        now_s += 0.1 * GAP_S
+        assert watch._goes_on()
+        now_s += 1.1 * SPIN_S
+        assert not watch._goes_on()

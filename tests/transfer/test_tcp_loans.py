@@ -20,11 +20,10 @@ from transfer.gate import Gate
 from transfer.loans import Loans
 from transfer.region import HostRegion
 from transfer.shm_memory import Allocation, shared_memory_available
-from transfer.tcp_codec import Op, control_frame, done_frame
-from transfer.tcp_operation import SMALL_NBYTES
+from transfer.tcp_codec import COPIED_NBYTES, Op, control_frame, done_frame
 from transfer.tcp_writer import FrameWriter, Source
 
-NBYTES = 4 * SMALL_NBYTES  # fits the socket's buffers: all of it is sent before anybody receives
+NBYTES = 4 * COPIED_NBYTES  # fits the socket's buffers: all of it is sent before anybody receives
 FOREVER_S = 60.0  # a wait that is not expected to be used up
 AGAIN = b"\xee" * NBYTES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from transfer.cursor import Cursor, Payload
+from transfer.cursor import Cursor, FileSource, Payload
 from transfer.errors import PeerLost, TransferError
 from transfer.gate import Gate
 from transfer.interface import Priority
@@ -23,6 +23,7 @@ class SlowPayload:
         self._ready = 0
         self.wake: Callable[[], None] = lambda: None
         self.error: TransferError | None = None
+        self.file: FileSource | None = None
         self.settled = False
 
     @property
@@ -42,6 +43,9 @@ class SlowPayload:
 
     def buffers(self, limit_nbytes: int) -> list[memoryview]:
         return self._cursor.buffers(min(limit_nbytes, self._ready))
+
+    def next_run(self, limit_nbytes: int) -> tuple[int, int]:
+        raise AssertionError("asked of what lies in no file")
 
     def advance(self, nbytes: int) -> None:
         assert nbytes <= self._ready, "passed over what was not ready"
