@@ -89,6 +89,8 @@ FAMILIES = {
     "evictions": _counter("Pages that left memory, by reason.", "reason"),
     "evicted_pages": _counter("Pages that left memory, for whatever reason."),
     "evicted_to_ssd_pages": _counter("Pages of these that the SSD has."),
+    "room_waits": _counter("Requests that waited for the SSD to make room in memory."),
+    "room_waits_over": _counter("Requests of these for which it made none in time."),
     "candidates": _gauge("Pages that were chosen to be evicted next."),
     "evicted_tokens": _counter("Tokens of these."),
     "cleared_pages": _counter("Pages forgotten by order of the operator."),
@@ -203,6 +205,8 @@ SAMPLES = {
     "evicted": Sample("evicted_pages"),
     "evicted_to_ssd": Sample("evicted_to_ssd_pages"),
     "num_in_line": Sample("candidates"),
+    "room_waits": Sample("room_waits"),
+    "room_waits_over": Sample("room_waits_over"),
     "evicted_tokens": Sample("evicted_tokens"),
     "cleared": Sample("cleared_pages"),
     "lapsed_priorities": Sample("lapsed_priorities"),
@@ -262,7 +266,7 @@ SAMPLES = {
 }
 
 _LABELLED = {  # families of numbers that differ in their last word
-    ("evicted", "evictions"): ("watermark", "demand", "quota", "slab"),
+    ("evicted", "evictions"): ("watermark", "demand", "quota", "slab", "unspilled"),
     ("copies", "copies"): (
         *("taken", "present", "writing", "refused", "torn", "broken", "given_up", "overflowed"),
         *("interrupted", "gone", "unread", "unasked", "cleared"),

@@ -32,12 +32,14 @@ STATES = (PageState.ABSENT, PageState.WRITING, PageState.READY, PageState.SPILLE
 
 class ReserveStatus(StrEnum):
     """GRANTED: write it. PRESENT: committed already. WRITING: by another writer. REFUSED: no slot
-    can be freed. COLLISION: the key is taken by a page of other tokens."""
+    can be freed. LATER: room is being made; ask again, once the granted ones are written.
+    COLLISION: the key is taken by a page of other tokens."""
 
     GRANTED = "granted"
     PRESENT = "present"
     WRITING = "writing"
     REFUSED = "refused"
+    LATER = "later"
     COLLISION = "collision"
 
 
@@ -51,14 +53,15 @@ class CommitStatus(StrEnum):
 
 
 class TakeStatus(StrEnum):
-    """TAKEN: read, verified, committed. PRESENT, WRITING, REFUSED, COLLISION: as in a reservation;
-    nothing was moved. TORN: what the node read does not hash to the checksum. UNREAD: the node
-    could not read the writer's memory; it can be written to all the same."""
+    """TAKEN: read, verified, committed. PRESENT, WRITING, REFUSED, LATER, COLLISION: as in a
+    reservation; nothing was moved. TORN: what the node read does not hash to the checksum. UNREAD:
+    the node could not read the writer's memory; it can be written to all the same."""
 
     TAKEN = "taken"
     PRESENT = "present"
     WRITING = "writing"
     REFUSED = "refused"
+    LATER = "later"
     COLLISION = "collision"
     TORN = "torn"
     UNREAD = "unread"
@@ -115,11 +118,16 @@ class PageStates(msgspec.Struct, frozen=True, tag="page_states"):
 
 
 class ReservePages(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_pages"):
-    """Grant me slots for these pages."""
+    """Grant me slots for these pages.
+
+    Of a node whose SSD has to make room first, the answer is LATER for all that does not fit; with
+    ``wait_s`` it comes when at least one page has been granted, or that time is over.
+    """
 
     spec: PageSpec
     pages: tuple[PageIdentity, ...]
     policy: PutPolicy = DEFAULT_POLICY
+    wait_s: float = 0.0
 
 
 class WriteGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -172,12 +180,14 @@ class TakePages(msgspec.Struct, frozen=True, kw_only=True, tag="take_pages"):
 
     The writer keeps the bytes behind ``read_token`` unchanged until the answer, or until it has
     given the request up: what is read after that does not hash to the checksum, at worst.
+    ``wait_s`` is for room, as in ``ReservePages``.
     """
 
     spec: PageSpec
     read_token: bytes
     pages: tuple[OfferedPage, ...]
     policy: PutPolicy = DEFAULT_POLICY
+    wait_s: float = 0.0
 
 
 class PagesTaken(msgspec.Struct, frozen=True, tag="pages_taken"):

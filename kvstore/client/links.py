@@ -199,7 +199,8 @@ class StoreLinks:
         num_answers = self.num_answers
         ranks = self._all.placement.ranks(keys, num_answers + SPARE_RANKS)
         answers = np.full(len(keys), num_answers, dtype=np.intp)
-        for i, turn in self.hot.turns(keys, _now_s()) if spread else ():
+        anywhere = spread and bool(self._all.links)  # else it is nobody's turn
+        for i, turn in self.hot.turns(keys, _now_s()) if anywhere else ():
             ranks[i] = self._turned(keys[i], ranks[i].tolist(), turn)
             answers[i] += 1
         return Course(self._all, route(ranks, answers))

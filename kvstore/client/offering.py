@@ -37,8 +37,9 @@ async def offer(
     source: Region,
     policy: PutPolicy,
     deadline_s: float,
+    wait_s: float = 0.0,
 ) -> tuple[TakeStatus, ...]:
-    """Have the node take ``pages``; what became of each.
+    """Have the node take ``pages``, which may wait for room; what became of each.
 
     Raises:
         TransferError: the node did not answer; it may have taken them all the same.
@@ -62,8 +63,9 @@ async def offer(
             for page, digest in zip(pages, sums, strict=True)
         ),
         policy=policy,
+        wait_s=wait_s,
     )
-    reply = await link.call(message, PagesTaken, deadline_s=deadline_s)
+    reply = await link.call(message, PagesTaken, deadline_s=deadline_s, wait_s=wait_s)
     check_count(reply.statuses, len(pages))
     if TakeStatus.UNREAD in reply.statuses:
         link.cannot_read()

@@ -7,6 +7,7 @@ reservation waits for the wire longer than one batch takes. A page goes to the f
 ranking that can be reached::
 
     reserve ──present──▶ PRESENT       ──no room, other tokens──▶ REFUSED
+       │ │└─room is being made──▶ reserved anew, when those granted are written
        │ └──being written──▶ wait until settled ──ready──▶ PRESENT
        ▼ granted  ▲                          └──absent──┐
     write         ├─────────────────────────────────────┘  (the other failed: take over)
@@ -120,17 +121,18 @@ class PageWriter:
 
     async def _push(self, link: StoreLink, todo: list[int], gate: asyncio.Semaphore) -> None:
         """Store one batch on one node; what has no outcome at the end was not stored there."""
-        num_tries = 0
+        num_tries, wait_s = 0, 0.0
         settled: dict[int, PutOutcome] = {}
         try:
             while todo and not self._late() and num_tries < TRIES_MAX:
                 async with gate:
                     if worth_offering(self._parts, link, len(todo)):
-                        written = await self._offer(link, todo, settled)
+                        written = await self._offer(link, todo, settled, wait_s)
                     else:
-                        written = await self._write_new(link, todo, settled)
+                        written = await self._write_new(link, todo, settled, wait_s)
                 todo = [i for i in todo if i not in settled]
                 num_tries += written.broken
+                wait_s = self._room_wait_s() if written.later else 0.0
                 if written.joined and not self._closing():
                     await self._join(link, written.joined, settled)
                     todo = [i for i in todo if i not in settled]
@@ -166,8 +168,12 @@ class PageWriter:
             if state.present:
                 settled[i] = PutOutcome.PRESENT
 
+    def _room_wait_s(self) -> float:
+        """For a node to make room."""
+        return max(0.0, min(self._parts.config.room_wait_s, (self._deadline_s - _now_s()) / 2))
+
     async def _offer(
-        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome]
+        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome], wait_s: float
     ) -> _Written:
         """Let the node take ``todo``."""
         statuses = await offer(
@@ -177,6 +183,7 @@ class PageWriter:
             source=self._source,
             policy=self._policy,
             deadline_s=self._deadline_s,
+            wait_s=wait_s,
         )
         joined, broken = [], False
         for i, status in zip(todo, statuses, strict=True):
@@ -184,32 +191,35 @@ class PageWriter:
                 settled[i] = OUTCOMES[status]
             elif status is TakeStatus.WRITING:
                 joined.append(i)
-            else:
+            elif status is not TakeStatus.LATER:
                 broken = True
         self._num_moved += statuses.count(TakeStatus.TAKEN)
-        return _Written(joined, broken)
+        return _Written(joined, broken, TakeStatus.LATER in statuses)
 
     async def _write_new(
-        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome]
+        self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome], wait_s: float
     ) -> _Written:
         """Reserve ``todo`` and write what was granted."""
         sent_s = _now_s()
         pages = tuple(self._pages[i].identity for i in todo)
-        request = ReservePages(spec=self._parts.spec, pages=pages, policy=self._policy)
-        reply = await link.call(request, PagesReserved, deadline_s=self._deadline_s)
+        request = ReservePages(
+            spec=self._parts.spec, pages=pages, policy=self._policy, wait_s=wait_s
+        )
+        reply = await link.call(request, PagesReserved, deadline_s=self._deadline_s, wait_s=wait_s)
         check_count(reply.grants, len(todo))
+        later = any(grant.status is ReserveStatus.LATER for grant in reply.grants)
         granted, joined = [], []
         for i, grant in zip(todo, reply.grants, strict=True):
             if grant.status is ReserveStatus.GRANTED:
                 granted.append(_Granted(i, grant))
             elif grant.status is ReserveStatus.WRITING:
                 joined.append(i)
-            else:
+            elif grant.status is not ReserveStatus.LATER:
                 settled[i] = _OUTCOMES[grant.status]
         broken = False
         if granted:
             broken = not await self._write(link, reply, granted, sent_s, settled)
-        return _Written(joined, broken)
+        return _Written(joined, broken, later)
 
     async def _write(
         self,
@@ -318,10 +328,12 @@ class PageWriter:
 
 
 class _Written(NamedTuple):
-    """Outcome of one try: pages that others are writing, and whether something broke."""
+    """Outcome of one try: pages that others are writing, whether something broke, and whether
+    there is room for some pages only later."""
 
     joined: list[int]
     broken: bool
+    later: bool
 
 
 async def abort_pages(parts: ClientParts, link: StoreLink, message: AbortPages) -> None:

@@ -8,11 +8,13 @@ asks are the ``Holdings`` interface, which the directory implements.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from kvstore.messages import PageGrant
 from kvstore.page import PageKey, PageSpec
 from kvstore.replication.clears import Clears
 from kvstore.replication.put_times import PutTimes
@@ -49,6 +51,14 @@ class Holdings(Protocol):
 
     def cool(self, keys: Sequence[PageKey]) -> int:
         """Make these pages the first to be evicted; returns how many there were."""
+        ...
+
+    def hold(self, key: PageKey, generation: int) -> int | None:
+        """Owe the slot of a reservation to this process; a row to let go of, None: it is gone."""
+        ...
+
+    def let_go(self, row: int) -> None:
+        """Nothing of this process touches the slot of ``row`` any more."""
         ...
 
 
@@ -88,6 +98,20 @@ class OwnNode:
         answer = await handler(message, Caller(self.identity, deadline_s))
         assert isinstance(answer, reply), (type(answer), reply)
         return answer
+
+    @contextmanager
+    def holding(self, grants: Sequence[PageGrant]) -> Iterator[None]:
+        """While the body reads into them, the slots of these reservations are granted to nobody.
+
+        Also when the reservations end meanwhile: this process stood still, and its read goes on.
+        """
+        rows = [self.holdings.hold(grant.key, grant.generation) for grant in grants]
+        try:
+            yield
+        finally:
+            for row in rows:
+                if row is not None:
+                    self.holdings.let_go(row)
 
 
 def now_s() -> float:

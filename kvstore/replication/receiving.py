@@ -40,12 +40,14 @@ from transfer.interface import Priority, Range, Transfer
 
 TAKES_MAX = 4  # batches of copies that arrive at once
 CLEARS_NAMED_MAX = 2 * CLEARS_KEPT_MAX  # the sender's own, and those of a refusal
+ROOM_WAIT_S = 1.0  # for an SSD to make room in memory
 LEASE_SHARE = 0.9  # of the sender's promise that a read may use
 
 _REFUSALS = {
     ReserveStatus.PRESENT: CopyStatus.PRESENT,
     ReserveStatus.WRITING: CopyStatus.WRITING,
     ReserveStatus.REFUSED: CopyStatus.REFUSED,
+    ReserveStatus.LATER: CopyStatus.WRITING,  # likewise to be offered again
     ReserveStatus.COLLISION: CopyStatus.REFUSED,
 }
 _OUTCOMES = {
@@ -121,7 +123,9 @@ class CopyReceiver:
             PageIdentity(key=r.key, parent=r.parent, depth=r.depth, tokens=r.tokens)
             for r in (page.record for page in message.pages)
         )
-        request = ReservePages(spec=message.spec, pages=pages, policy=message.policy)
+        request = ReservePages(
+            spec=message.spec, pages=pages, policy=message.policy, wait_s=ROOM_WAIT_S
+        )
         reserved = await self._own.ask(request, PagesReserved, deadline_s=end_s)
         check_count(reserved.grants, len(pages))
         return reserved
@@ -135,23 +139,25 @@ class CopyReceiver:
     ) -> list[CopyStatus]:
         nbytes = message.spec.page_nbytes
         ranges = [Range(grant.page.offset, grant.offset, nbytes) for grant in granted]
+        grants = tuple(PageGrant(grant.page.record.key, grant.generation) for grant in granted)
         done = False
-        try:
-            await self._transfer.read(
-                message.read_token,
-                ranges,
-                into=self._own.region,
-                deadline_s=limit_s,
-                priority=Priority.BACKGROUND,
-            )
-            statuses = await self._commit(reserved, granted, limit_s)
-            done = True
-        except TransferError:
-            self._counters["copies_unread"] += 1
-            return [CopyStatus.BROKEN] * len(granted)
-        finally:
-            if not done:
-                await self._give_up(reserved, granted)
+        with self._own.holding(grants):
+            try:
+                await self._transfer.read(
+                    message.read_token,
+                    ranges,
+                    into=self._own.region,
+                    deadline_s=limit_s,
+                    priority=Priority.BACKGROUND,
+                )
+                statuses = await self._commit(reserved, granted, limit_s)
+                done = True
+            except TransferError:
+                self._counters["copies_unread"] += 1
+                return [CopyStatus.BROKEN] * len(granted)
+            finally:
+                if not done:
+                    await self._give_up(reserved, grants)
         return statuses
 
     async def _commit(
@@ -171,9 +177,8 @@ class CopyReceiver:
                 self._arriving.pop(key, None)
         return [_OUTCOMES[status] for status in committed.statuses]
 
-    async def _give_up(self, reserved: PagesReserved, granted: list[_Granted]) -> None:
+    async def _give_up(self, reserved: PagesReserved, grants: tuple[PageGrant, ...]) -> None:
         """Free the slots at once: a read that has ended or was cancelled touches them no more."""
-        grants = tuple(PageGrant(grant.page.record.key, grant.generation) for grant in granted)
         message = AbortPages(incarnation=reserved.incarnation, pages=grants, quiet=True)
         try:
             await self._own.ask(message, StoreDone, deadline_s=now_s() + 1.0)

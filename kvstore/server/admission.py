@@ -33,30 +33,40 @@ class Admission:
         self.last_page_nbytes = 0  # page size reserved last, for gauges
 
     def reserve(
-        self, pages: Sequence[PageIdentity], spec: PageSpec, policy: PutPolicy, writer: str
+        self,
+        pages: Sequence[PageIdentity],
+        spec: PageSpec,
+        policy: PutPolicy,
+        writer: str,
+        *,
+        patient: bool,
     ) -> list[Reservation]:
-        """Grant slots for absent pages; the writer must commit each before its lease ends."""
+        """Grant slots for absent pages; the writer must commit each before its lease ends.
+
+        ``patient``: LATER for what would have to push out pages without a copy on the SSD.
+        """
         page_nbytes = spec.page_nbytes
         spec_id = self._table.spec_id(spec)
         self.last_page_nbytes = page_nbytes
         for page in pages:  # first all parents, so that none is evicted for its children
             parent = self._table.find(page.parent)
-            if parent:
-                self._ledger.protect(parent)
+            if parent and not (patient and self._table.on_ssd[parent]):
+                self._ledger.protect(parent)  # one with a copy may have to: all memory is its own
         out: list[Reservation] = []
-        evict = page_nbytes <= self._ledger.segment.nbytes
+        evict = fits = page_nbytes <= self._ledger.segment.nbytes and spec_id is not None
         for page in pages:
             row = self._table.find(page.key)
             if row:
                 out.append(self._joined(row, page, spec_id))
                 continue
             if evict:
-                self._evictor.make_room(page_nbytes, policy.namespace)
+                self._evictor.make_room(page_nbytes, policy.namespace, patient=patient)
             slot = None if spec_id is None else self._ledger.segment.allocate(page_nbytes)
             if slot is None or spec_id is None:
                 evict = False
-                self._ledger.counters["refused"] += 1
-                out.append(Reservation(ReserveStatus.REFUSED))
+                later = patient and fits and self._evictor.sparing
+                self._ledger.counters["refused"] += not later
+                out.append(Reservation(ReserveStatus.LATER if later else ReserveStatus.REFUSED))
             else:
                 out.append(self._grant(page, spec_id, slot, policy, writer))
         self._evictor.end_request()

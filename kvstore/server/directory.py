@@ -267,13 +267,16 @@ class Directory:
         now_s: float,
         policy: PutPolicy = DEFAULT_POLICY,
         writer: str = "",
+        *,
+        patient: bool = False,
     ) -> list[Reservation]:
         """Grant slots for absent pages; the writer must commit each before its lease ends.
 
-        ``writer`` names the process that writes, for ``bury``.
+        ``writer`` names the process that writes, for ``bury``. ``patient``: rather than push out
+        pages that the SSD has yet to be given, say LATER.
         """
         self._ledger.begin(now_s)
-        return self._admission.reserve(pages, spec, policy, writer)
+        return self._admission.reserve(pages, spec, policy, writer, patient=patient)
 
     def commit(self, key: PageKey, generation: int, checksum: bytes) -> bool:
         """Make a written page visible; False when the reservation is gone."""

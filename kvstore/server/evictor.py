@@ -11,12 +11,10 @@ Never a page of the request being served. Eviction is spread out: every page tha
 memory is above the watermark evicts up to ``EVICT_PER_PAGE``, every tick a bounded batch; so no
 request pays for another's, and the store is never far above the high watermark.
 
-While an SSD takes copies (``sparing``), watermarks take only pages in line, which it has seen: a
-page is evicted unseen when room is needed at once, or half of what is above the high watermark is
-used up::
-
-    0 ........ low ──── line only ──── high ──── line only ──── hard ──── anybody ──── all
-                  (until low is reached)  eviction begins
+While an SSD takes copies (``sparing``), only pages in line go, which it has seen: by the watermarks
+always, and to make room for who is ``patient`` (can wait until one more has been copied, see
+``room.py``). Who has waited long enough takes anybody's place: a page that goes without a copy on a
+node with an SSD is counted as ``unspilled``, whatever it went for.
 
 The one exception to 3: when pages of another size need a slab and none can be had, the coldest slab
 that nobody holds is emptied whole.
@@ -43,6 +41,8 @@ class Evictor:
 
     Attributes:
         sparing: an SSD takes copies of the pages that go next.
+        has_ssd: there is one, whether it works or not.
+        wanted: rows of a slab that is wanted for pages of another size: to be copied first.
     """
 
     def __init__(self, ledger: Ledger, *, high: int, low: int) -> None:
@@ -51,10 +51,11 @@ class Evictor:
         self._table = ledger.table
         self._high = high
         self._low = low
-        self._hard = (high + max(high, ledger.segment.nbytes)) // 2
         self._evicting = False  # between the watermarks, on the way down
         self._passed: list[int] = []  # candidates that cannot go for this request
         self.sparing = False
+        self.has_ssd = False
+        self.wanted: list[int] = []
 
     @property
     def evicting(self) -> bool:
@@ -83,44 +84,46 @@ class Evictor:
 
     # ---- room
 
-    def make_room(self, page_nbytes: int, namespace: bytes) -> None:
-        """Evict until a page of this size fits, within named bounds."""
+    def make_room(self, page_nbytes: int, namespace: bytes, *, patient: bool = False) -> None:
+        """Evict until a page of this size fits, within named bounds.
+
+        ``patient``: while an SSD takes copies, nobody goes without one.
+        """
         segment = self._ledger.segment
         if not self.evicting and segment.can_allocate(page_nbytes):
             return
-        asking = self._tenant(namespace)
+        asking, spare = self._tenant(namespace), patient and self.sparing
         for _ in range(EVICT_PER_PAGE):
             if not self.evicting or not self._evict_one("watermark", asking):
                 break
         for _ in range(EVICT_ON_DEMAND_MAX):
-            if segment.can_allocate(page_nbytes) or not self._evict_one("demand", asking):
+            fits = segment.can_allocate(page_nbytes)
+            if fits or not self._evict_one("demand", asking, spare=spare):
                 break
         if not segment.can_allocate(page_nbytes):
-            self._empty_slabs(page_nbytes)
+            self._empty_slabs(page_nbytes, spare=spare)
 
     def _tenant(self, namespace: bytes) -> int | None:
         number = self._table.namespaces.find(namespace)
         return None if number is None else self._ledger.tenants.tenant_of(number)
 
-    def _evict_one(self, reason: str, asking: int | None) -> bool:
-        """Evict the first candidate; False when there is none."""
+    def _evict_one(self, reason: str, asking: int | None, *, spare: bool = False) -> bool:
+        """Evict the first candidate, ``spare`` one in line; False when there is none."""
         tenants = self._ledger.tenants
-        line_only = self.sparing and reason == "watermark" and not self._is_full
+        spare = spare or (self.sparing and reason == "watermark")
         for tenant in tenants.givers(asking):
-            row = self._from_line(tenant) if line_only else self._first_of(tenant)
+            row = self._from_line(tenant) if spare else self._first_of(tenant)
             if row is not None:
                 quota = tenants.separate and reason == "demand" and tenant != asking
                 self.evict(row, "quota" if quota else reason)
                 return True
         return False
 
-    @property
-    def _is_full(self) -> bool:
-        return self._ledger.segment.used_nbytes > self._hard
-
     def evict(self, row: int, reason: str) -> None:
         """Take a page out of memory; what is on the SSD stays there."""
         ledger, table = self._ledger, self._table
+        if self.has_ssd and not table.on_ssd[row]:
+            reason = "unspilled"
         ledger.counters["evicted"] += 1
         ledger.counters[f"evicted_{reason}"] += 1
         ledger.counters["evicted_tokens"] += table.num_tokens[row]
@@ -181,8 +184,12 @@ class Evictor:
 
     # ---- slabs
 
-    def _empty_slabs(self, page_nbytes: int) -> None:
-        """Evict the coldest idle slabs of other sizes whole, until a page of this size fits."""
+    def _empty_slabs(self, page_nbytes: int, *, spare: bool) -> None:
+        """Evict the coldest idle slabs of other sizes whole, until a page of this size fits.
+
+        ``spare``: only such as are on the SSD; of the first that is not, ``wanted`` are the pages
+        to be copied.
+        """
         ledger = self._ledger
         others = (s for s in ledger.segment.slabs() if s.page_nbytes != page_nbytes)
         cold = sorted(others, key=lambda slab: (ledger.slabs.of(slab.slab_id + 1), slab.offset))
@@ -191,11 +198,18 @@ class Evictor:
             rows = self._idle_rows(slab)
             if rows is None:
                 continue
+            if spare and (unseen := [row for row in rows if not self._seen(row)]):
+                self.wanted = self.wanted or unseen
+                continue
             for row in rows:
                 self.evict(row, "slab")
             num_emptied += 1
             if ledger.segment.can_allocate(page_nbytes) or num_emptied == EMPTY_SLABS_MAX:
                 return
+
+    def _seen(self, row: int) -> bool:
+        """The SSD has a copy, or did not want one."""
+        return bool(self._table.on_ssd[row]) or row in self._ledger.line
 
     def _idle_rows(self, slab: Slab) -> list[int] | None:
         """All rows of a slab, or None when one is held or belongs to this request."""

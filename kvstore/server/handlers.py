@@ -53,14 +53,15 @@ from kvstore.messages import (
     StoreOpened,
     StoreStats,
     UnpinPages,
-    WriteGrant,
     unpack_keys,
 )
 from kvstore.page import KEY_NBYTES, PageKey
 from kvstore.replication.clears import Clears
 from kvstore.server.directory import Directory
 from kvstore.server.entry import Grant, Lease
-from kvstore.server.polls import REPLY_MARGIN_S, changed, poll_end_s
+from kvstore.server.polls import REPLY_MARGIN_S, changed, now_s, poll_end_s
+from kvstore.server.reserving import Reserving, answered
+from kvstore.server.room import Room
 from kvstore.server.sessions import Sessions
 from kvstore.store import PageState
 from kvstore.verify import well_formed
@@ -114,7 +115,8 @@ class StoreHandlers:
         self.promote: Callable[[Sequence[PageKey], float], Awaitable[None]] | None = None
         self.adopted: Callable[[], Awaitable[bool]] = _at_once
         self.flush: Callable[[], Awaitable[bool]] = _at_once
-        self.sessions = Sessions(lambda writer: directory.bury(writer, _now_s()))
+        self.room: Room | None = None
+        self.sessions = Sessions(lambda writer: directory.bury(writer, now_s()))
         self.clears = Clears()
         self.draining = False
         self.closed = False
@@ -149,7 +151,7 @@ class StoreHandlers:
 
     def _match(self, message: MatchPages, caller: Caller) -> PagesMatched:
         self._admit_packed(message.keys)
-        return PagesMatched(self._directory.match(message.keys, _now_s(), touch=message.touch))
+        return PagesMatched(self._directory.match(message.keys, now_s(), touch=message.touch))
 
     async def _stats(self, message: ReadStats, caller: Caller) -> StoreStats:
         largest = await self._directory.usage().counted(message.num_namespaces)
@@ -163,7 +165,7 @@ class StoreHandlers:
     async def _clear(self, message: ClearStore, caller: Caller) -> StoreDone:
         count = 0
         until_s = caller.deadline_s  # after it, no node begins this clear any more
-        self.clears.begin(message.clear_id, message.namespace, until_s=until_s, now_s=_now_s())
+        self.clears.begin(message.clear_id, message.namespace, until_s=until_s, now_s=now_s())
         known = await self.adopted()  # what is to go may be on the SSD, and not indexed yet
         for num_cleared in self._directory.clearing(message.namespace):
             count += num_cleared
@@ -176,26 +178,23 @@ class StoreHandlers:
 
     # ---- writing
 
-    def _reserve(self, message: ReservePages, caller: Caller) -> PagesReserved:
+    def _reserve(
+        self, message: ReservePages, caller: Caller
+    ) -> PagesReserved | Awaitable[PagesReserved]:
         self._admit(len(message.pages))
         if self.draining:
             raise RemoteFailed("draining", "this store node takes no new pages")
         for page in message.pages:
             if not well_formed(page, message.spec):
                 raise RemoteFailed("bad_page", f"{page} is not a page of {message.spec}")
-        reserved = self._directory.reserve(
-            message.pages, message.spec, _now_s(), message.policy, caller.peer.incarnation
-        )
-        return PagesReserved(
-            incarnation=self._incarnation,
-            lease_s=self._lease_s,
-            grants=tuple(
-                WriteGrant(r.status, r.slot.offset, r.slot.generation)
-                if r.slot is not None
-                else WriteGrant(r.status)
-                for r in reserved
-            ),
-        )
+        reserving = Reserving(self._directory, message, caller, self.room)
+        reserved = reserving.at_once()
+        if reserved is None:
+            return self._reserve_later(reserving)
+        return answered(reserved, self._incarnation, self._lease_s)
+
+    async def _reserve_later(self, reserving: Reserving) -> PagesReserved:
+        return answered(await reserving.later(), self._incarnation, self._lease_s)
 
     def _commit(
         self, message: CommitPages, caller: Caller
@@ -227,6 +226,8 @@ class StoreHandlers:
                 statuses.append(CommitStatus.STALE)
         ready = CommitStatus.READY
         self.committed([p.key for p, s in zip(pages, statuses, strict=True) if s is ready])
+        if self.room is not None:
+            self.room.committed()
         return PagesCommitted(tuple(statuses))
 
     def _torn(self, grant: Grant, *, quiet: bool) -> CommitStatus:
@@ -255,20 +256,20 @@ class StoreHandlers:
             raise RemoteFailed("busy", f"this store node holds {LEASES_MAX} leases already")
         if self._directory.num_spilled:
             return self._acquire_later(message, caller)
-        lease = self._directory.acquire(message.keys, _now_s(), touch=message.touch)
+        lease = self._directory.acquire(message.keys, now_s(), touch=message.touch)
         if lease is None and message.wait_s > 0:
             return self._acquire_later(message, caller)
         return self._leased(message, lease)
 
     async def _acquire_later(self, message: AcquirePages, caller: Caller) -> PagesAcquired:
         """Once what is on the SSD has been read, and once there is something to lease."""
-        asked_s, until_s = _now_s(), poll_end_s(message.wait_s, caller)
+        asked_s, until_s = now_s(), poll_end_s(message.wait_s, caller)
         if self.promote is not None:
             await self.promote(message.keys, caller.deadline_s - REPLY_MARGIN_S)
-        granted_s = _now_s()
+        granted_s = now_s()
         lease = self._directory.acquire(message.keys, granted_s, touch=message.touch)
         while lease is None and await self._changed(message.keys, until_s):
-            granted_s = _now_s()
+            granted_s = now_s()
             lease = self._directory.acquire(message.keys, granted_s, touch=message.touch)
         num_spilled = self._states(message.keys).count(PageState.SPILLED)
         leased = self._leased(message, lease)
@@ -340,12 +341,12 @@ class StoreHandlers:
     def _renew(self, message: RenewLeases, caller: Caller) -> LeasesRenewed:
         self._admit(len(message.lease_ids) + len(message.writes))
         self._fence(message.incarnation)
-        directory, now_s = self._directory, _now_s()
+        directory, at_s = self._directory, now_s()
         return LeasesRenewed(
             lease_s=self._lease_s,
-            leases=tuple(directory.renew_lease(lease, now_s) for lease in message.lease_ids),
+            leases=tuple(directory.renew_lease(lease, at_s) for lease in message.lease_ids),
             writes=tuple(
-                directory.renew_write(page.key, page.generation, now_s) for page in message.writes
+                directory.renew_write(page.key, page.generation, at_s) for page in message.writes
             ),
         )
 
@@ -392,7 +393,3 @@ class StoreHandlers:
 async def _at_once() -> bool:
     """There is no SSD to wait for."""
     return True
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

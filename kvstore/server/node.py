@@ -150,7 +150,7 @@ class StoreNode:
         clock = asyncio.get_running_loop().time
         tiering = Tiering(self._directory, tier, region.view, now_s=clock)
         self._directory.expect(tier.nbytes, tier.used_nbytes // (tier.num_pages or 1) or None)
-        handlers.promote = tiering.promote
+        handlers.promote, handlers.room = tiering.promote, tiering.room
         handlers.adopted, handlers.flush = tiering.adopted, tiering.flush
         return tiering
 
@@ -162,7 +162,7 @@ class StoreNode:
 
     def _replicate(self, service: Service, handlers: StoreHandlers, region: Region) -> Replicator:
         own = OwnNode(service, self._directory, self.identity, region, handlers.clears)
-        PageTaker(own, self._directory, self._transfer, handlers.counters).add_to(service)
+        PageTaker(own, self._transfer, handlers.counters).add_to(service)
         replicator = Replicator(self.config, own, network=self._network, transfer=self._transfer)
         replicator.add_to(service)
         handlers.committed, handlers.dropped = replicator.committed, replicator.dropped
@@ -263,13 +263,14 @@ class StoreNode:
             now_s = asyncio.get_running_loop().time()
             self._directory.tick(now_s, self.config.evict_batch)
             if self._tiering is not None:
-                self._tiering.kick()
+                self._tiering.tick()
             self._events.flush()
             if not self._directory.num_held:
                 self._quiet.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new pages and hand those that are here to other nodes.
+        """Take no new pages, hand those that are here to other nodes, and write those that are in
+        memory only to the SSD if there is one, the hottest first.
 
         Returns when all have a new place and no writer or reader holds one here, or after
         ``timeout_s``.
@@ -282,12 +283,22 @@ class StoreNode:
             async with asyncio.timeout(timeout_s):
                 if self._tiering is not None:
                     await self._tiering.adopted()
-                if self._replicator is not None:
-                    await self._replicator.migrate()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._write_all(), name="write all to the SSD")
+                    if self._replicator is not None:
+                        await self._replicator.migrate()
                 if self._directory.num_held:
                     await self._quiet.wait()
+                    await self._write_all()  # what has been committed meanwhile
         except TimeoutError:
             log.warning("store %s: drained with pages held", self.identity.node_id)
+        if self._tiering is not None and (num_left := len(self._directory.spilling.unwritten())):
+            text = "store %s: %d pages were not written to the SSD: they end with this process"
+            log.warning(text, self.identity.node_id, num_left)
+
+    async def _write_all(self) -> None:
+        if self._tiering is not None:
+            await self._tiering.copy_all()
 
     async def close(self) -> None:
         """Leave, stop answering, withdraw the memory. Idempotent; the pages are gone after it."""

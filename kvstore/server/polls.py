@@ -20,7 +20,7 @@ REPLY_MARGIN_S = 0.05  # a long poll answers this much before its caller would g
 def poll_end_s(wait_s: float, caller: Caller) -> float:
     """When a poll that may take ``wait_s`` has to be answered."""
     wait_s = min(wait_s, WAIT_S_MAX) if wait_s > 0.0 else 0.0  # a peer's number: may be NaN
-    return min(_now_s() + wait_s, caller.deadline_s - REPLY_MARGIN_S)
+    return min(now_s() + wait_s, caller.deadline_s - REPLY_MARGIN_S)
 
 
 async def changed(watches: Watches, keys: Sequence[PageKey], until_s: float) -> bool:
@@ -29,7 +29,7 @@ async def changed(watches: Watches, keys: Sequence[PageKey], until_s: float) -> 
     Raises:
         RemoteFailed: too many wait already.
     """
-    if _now_s() >= until_s:
+    if now_s() >= until_s:
         return False
     if watches.num_keys + len(keys) > WATCHES_MAX:
         raise RemoteFailed("busy", f"this store node holds {watches.num_keys} waits already")
@@ -45,5 +45,5 @@ async def changed(watches: Watches, keys: Sequence[PageKey], until_s: float) -> 
     return True
 
 
-def _now_s() -> float:
+def now_s() -> float:
     return asyncio.get_running_loop().time()

@@ -10,9 +10,9 @@ and ``end_*``.
       ▲                                                                             │
       └────────────── end_promote ◀── SPILLED, slot granted ◀── begin_promote ──────┘
 
-Pages are copied ahead of eviction and in its order, as many as lie above the spill watermark; so
-evicting never waits for the disk: a page with a copy just gives up its slot. A page that the tier
-did not want stands in line all the same, and goes for good.
+Pages are copied ahead of eviction and in its order, as many as lie above the spill watermark: a
+page with a copy just gives up its slot. A page that the tier did not want stands in line all the
+same, and goes for good. Before the node closes, all others are copied too, the hottest first.
 """
 
 from __future__ import annotations
@@ -82,9 +82,14 @@ class Spilling:
         """Pages with a copy on the SSD."""
         return self._ledger.num_on_ssd
 
+    @property
+    def sparing(self) -> bool:
+        """Who can wait is given no room of pages without a copy."""
+        return self._evictor.sparing
+
     def set_working(self, *, working: bool) -> None:
         """The tier takes pages (again), or does not: then nobody waits to be copied."""
-        self._evictor.sparing = working
+        self._evictor.sparing, self._evictor.has_ssd = working, True
 
     # ---- the SSD's pages
 
@@ -168,6 +173,8 @@ class Spilling:
         """
         ledger, table = self._ledger, self._table
         ledger.begin(now_s)
+        if (spill := self._begin_wanted()) is not None:
+            return spill
         for _ in range(CHOSEN_MAX):
             ahead_nbytes = ledger.line.nbytes + self._spilling_nbytes
             if ledger.segment.used_nbytes - ahead_nbytes <= self._watermark:
@@ -178,11 +185,41 @@ class Spilling:
             if table.on_ssd[row]:
                 ledger.line_up(row)
                 continue
-            ledger.hold(row)
-            slot = ledger.slot(row)
-            self._spilling_nbytes += slot.nbytes
-            return Spill(row, slot, table.stamp[row], self._describe(row))
+            return self._begin(row)
         return None
+
+    def _begin(self, row: int) -> Spill:
+        ledger = self._ledger
+        ledger.hold(row)
+        slot = ledger.slot(row)
+        self._spilling_nbytes += slot.nbytes
+        return Spill(row, slot, self._table.stamp[row], self._describe(row))
+
+    def _begin_wanted(self) -> Spill | None:
+        """A page of the slab that is to be emptied."""
+        table, wanted = self._table, self._evictor.wanted
+        while wanted:
+            row = wanted.pop()
+            if table.state[row] == READY and not table.num_holds[row] and not table.on_ssd[row]:
+                return self._begin(row)
+        return None
+
+    def unwritten(self) -> list[PageKey]:
+        """Ready pages without a copy, the hottest first and a page before its descendants."""
+        table = self._table
+        rows = [row for row in table.used_rows() if table.state[row] == READY]
+        rows = [row for row in rows if not table.on_ssd[row]]
+        rows.sort(key=lambda row: (-table.heat[row], table.depth[row], row))
+        return [table.key(row) for row in rows]
+
+    def begin_copy(self, key: PageKey, now_s: float) -> Spill | None:
+        """Copy this page, whether it would be evicted or not; None: it is not there to be copied,
+        or has been."""
+        self._ledger.begin(now_s)
+        row = self._table.find(key)
+        if not row or self._table.state[row] != READY or self._table.on_ssd[row]:
+            return None
+        return self._begin(row)
 
     def _choose(self) -> int | None:
         """Take out the next candidate of the tenant that will have to give."""
@@ -210,8 +247,9 @@ class Spilling:
             heat=table.heat[row],
         )
 
-    def end_spill(self, spill: Spill, *, stored: bool) -> bool:
-        """The copy is made, or was not worth it; False: the page is gone, so must the copy be."""
+    def end_spill(self, spill: Spill, *, stored: bool, failed: bool = False) -> bool:
+        """The copy is made, or was not worth it, or the disk ``failed``: then the page waits for
+        its turn again. False: the page is gone, so must the copy be."""
         row, ledger, table = spill.row, self._ledger, self._table
         self._spilling_nbytes -= spill.slot.nbytes
         alive = table.state[row] == READY
@@ -220,6 +258,7 @@ class Spilling:
             ledger.counters["spilled"] += 1
         table.num_holds[row] -= 1
         unused = table.stamp[row] == spill.stamp
+        unused = unused and (stored or not failed)
         if alive and unused and not table.queued[row] and ledger.eligible(row):
             ledger.line_up(row)
         elif not table.num_holds[row]:
@@ -228,19 +267,30 @@ class Spilling:
 
     # ---- up
 
-    def begin_promote(self, key: PageKey, now_s: float) -> Promotion | None:
-        """Grant a slot for a spilled page; None: not spilled, under way already, or no room."""
+    def may_promote(self, key: PageKey) -> bool:
+        """The page is only on the SSD, and not on its way up."""
+        row = self._table.find(key)
+        return self._table.state[row] == SPILLED and row not in self._promoting
+
+    def begin_promote(
+        self, key: PageKey, now_s: float, *, patient: bool = False
+    ) -> Promotion | None:
+        """Grant a slot for a spilled page; None: not spilled, under way already, or no room.
+
+        ``patient``: no room is made of pages that the SSD has yet to be given.
+        """
         ledger, table = self._ledger, self._table
         ledger.begin(now_s)
         row = table.find(key)
         if not row or table.state[row] != SPILLED or row in self._promoting:
             return None
         nbytes = table.page_nbytes(row)
-        self._evictor.make_room(nbytes, table.namespaces.name(table.namespace[row]))
+        namespace = table.namespaces.name(table.namespace[row])
+        self._evictor.make_room(nbytes, namespace, patient=patient)
         self._evictor.end_request()
         slot = ledger.segment.allocate(nbytes)
         if slot is None:
-            ledger.counters["promotions_refused"] += 1
+            ledger.counters["promotions_refused"] += not (patient and self._evictor.sparing)
             return None
         ledger.give_slot(row, slot)
         ledger.protect(row)

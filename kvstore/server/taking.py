@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.messages import (
@@ -41,7 +41,6 @@ from kvstore.messages import (
     TakeStatus,
     WriteGrant,
 )
-from kvstore.page import PageKey
 from kvstore.replication.holdings import OwnNode
 from transfer.channel import Caller, Service
 from transfer.errors import RemoteFailed, TransferError
@@ -54,6 +53,7 @@ _REFUSALS = {
     ReserveStatus.PRESENT: TakeStatus.PRESENT,
     ReserveStatus.WRITING: TakeStatus.WRITING,
     ReserveStatus.REFUSED: TakeStatus.REFUSED,
+    ReserveStatus.LATER: TakeStatus.LATER,
     ReserveStatus.COLLISION: TakeStatus.COLLISION,
     ReserveStatus.GRANTED: TakeStatus.UNREAD,  # until it has been read
 }
@@ -62,14 +62,6 @@ _OUTCOMES = {
     CommitStatus.STALE: TakeStatus.UNREAD,
     CommitStatus.TORN: TakeStatus.TORN,
 }
-
-
-class Slots(Protocol):
-    """The part of the directory that is needed beside messages."""
-
-    def hold(self, key: PageKey, generation: int) -> int | None: ...
-
-    def let_go(self, row: int) -> None: ...
 
 
 class _Granted(NamedTuple):
@@ -86,11 +78,8 @@ class PageTaker:
         counters: gets ``taken`` and ``unread_takes``.
     """
 
-    def __init__(
-        self, own: OwnNode, slots: Slots, transfer: Transfer, counters: Counter[str]
-    ) -> None:
+    def __init__(self, own: OwnNode, transfer: Transfer, counters: Counter[str]) -> None:
         self._own = own
-        self._slots = slots
         self._transfer = transfer
         self._counters = counters
 
@@ -103,6 +92,7 @@ class PageTaker:
             spec=message.spec,
             pages=tuple(page.identity for page in message.pages),
             policy=message.policy,
+            wait_s=message.wait_s,
         )
         reserved = await self._own.ask(request, PagesReserved, deadline_s=caller.deadline_s)
         statuses = [_REFUSALS[grant.status] for grant in reserved.grants]
@@ -125,27 +115,25 @@ class PageTaker:
         """Read and commit; what was not committed is given up, whatever happens."""
         nbytes = message.spec.page_nbytes
         ranges = [Range(page.offset, grant.offset, nbytes) for _, page, grant in granted]
-        held = [self._slots.hold(p.identity.key, grant.generation) for _, p, grant in granted]
+        grants = tuple(PageGrant(p.identity.key, grant.generation) for _, p, grant in granted)
         done = False
-        try:
-            await self._transfer.read(
-                message.read_token,
-                ranges,
-                into=self._own.region,
-                deadline_s=limit_s,
-                priority=Priority.NOW,
-            )
-            statuses = await self._commit(incarnation, granted, limit_s)
-            done = True
-        except TransferError:
-            self._counters["unread_takes"] += 1
-            return [TakeStatus.UNREAD] * len(granted)
-        finally:
-            if not done:
-                await self._give_up(incarnation, granted)
-            for row in held:
-                if row is not None:
-                    self._slots.let_go(row)
+        with self._own.holding(grants):
+            try:
+                await self._transfer.read(
+                    message.read_token,
+                    ranges,
+                    into=self._own.region,
+                    deadline_s=limit_s,
+                    priority=Priority.NOW,
+                )
+                statuses = await self._commit(incarnation, granted, limit_s)
+                done = True
+            except TransferError:
+                self._counters["unread_takes"] += 1
+                return [TakeStatus.UNREAD] * len(granted)
+            finally:
+                if not done:
+                    await self._give_up(incarnation, grants)
         return statuses
 
     async def _commit(
@@ -160,9 +148,8 @@ class PageTaker:
         self._counters["taken"] += committed.statuses.count(CommitStatus.READY)
         return [_OUTCOMES[status] for status in committed.statuses]
 
-    async def _give_up(self, incarnation: str, granted: list[_Granted]) -> None:
+    async def _give_up(self, incarnation: str, grants: tuple[PageGrant, ...]) -> None:
         """A read that has ended or was cancelled touches the slots no more."""
-        grants = tuple(PageGrant(page.identity.key, grant.generation) for _, page, grant in granted)
         message = AbortPages(incarnation=incarnation, pages=grants, quiet=True)
         try:
             await self._own.ask(message, StoreDone, deadline_s=_now_s() + READ_S_MAX)

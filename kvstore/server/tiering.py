@@ -1,8 +1,9 @@
 """Moves pages between the segment and the tier below it.
 
 Owns the tasks that copy pages down ahead of eviction and up on demand, bounded in number. What to
-move is decided by ``Spilling``; how it is written is the ``Tier``'s business. Eviction never waits
-for this: when the disk is slow or broken, pages are evicted without a copy.
+move is decided by ``Spilling``; how it is written is the ``Tier``'s business. Who needs a slot
+while the disk is behind waits for it in ``room``, for a bounded time; when the disk is slower than
+that, or broken, pages are evicted without a copy. A broken one is tried with a page now and then.
 
 Promotions of one key are shared by all who ask. A reader who gives up does not stop one: it ends by
 itself, and the page is in memory for the next.
@@ -18,8 +19,10 @@ from typing import Any
 from kvstore.page import PageKey
 from kvstore.server.adopting import Adoption
 from kvstore.server.directory import Directory
+from kvstore.server.polls import now_s as loop_now_s
+from kvstore.server.room import Room
 from kvstore.server.segment import Slot
-from kvstore.server.spilling import Spill
+from kvstore.server.spilling import Promotion, Spill
 from kvstore.server.tier import Tier
 from kvstore.store import PageState
 
@@ -28,7 +31,9 @@ log = logging.getLogger(__name__)
 SPILLS_MAX = 8  # pages on their way down
 PROMOTIONS_MAX = 32  # pages on their way up
 PROMOTIONS_WAITING_MAX = 4096  # pages that wait for that; more are reported absent
+PROMOTION_WAIT_S = 1.0  # of a page on its way up, for room
 REMOVALS_AT_ONCE = 256  # forgotten pages that leave the tier between looks at the loop
+TRIAL_S = 1.0  # between pages that a tier which takes none is offered; it decides when it tries one
 PROMOTED_AT_ONCE = 0.5  # of the memory: more would push out what was just brought in
 
 
@@ -39,6 +44,9 @@ class Tiering:
         directory: the core; its pages lie in ``view``.
         tier: opened; closed by ``close``.
         now_s: the loop's clock.
+
+    Attributes:
+        room: where those wait who need a slot.
     """
 
     def __init__(
@@ -56,8 +64,11 @@ class Tiering:
         self._adoption = Adoption(self._spilling, tier, self._spills)
         self._adopting: asyncio.Task[None] | None = None
         self._sweeping = False
+        self._trial_s: float | None = None  # when a tier that takes no pages is offered one
         self._closed = False
+        self.room = Room(self.kick, directory.counters)
         tier.displace(self._displaced)
+        self._spilling.set_working(working=tier.degraded is None)
 
     # ---- what the tier kept from a life before
 
@@ -100,7 +111,8 @@ class Tiering:
         self._sweep()
         working = not self._closed and self._tier.degraded is None
         self._spilling.set_working(working=working)
-        while working and len(self._spills) < SPILLS_MAX:
+        limit = SPILLS_MAX if working else self._num_trials()
+        while len(self._spills) < limit:
             spill = self._spilling.begin_spill(self._now_s())
             if spill is None:
                 return
@@ -109,6 +121,38 @@ class Tiering:
                 self._spilling.end_spill(spill, stored=False)
                 continue
             self._spills[key] = self._spawn(self._spill(key, spill), "spill")
+
+    def tick(self) -> None:
+        """``kick`` by timer: what has made room meanwhile is seen by those who wait for it."""
+        self.kick()
+        self.room.look()
+
+    def _num_trials(self) -> int:
+        """How many pages may be offered to a tier that takes none: one now and then."""
+        now_s = self._now_s()
+        due = self._trial_s is not None and now_s >= self._trial_s
+        if self._trial_s is None or due:
+            self._trial_s = now_s + TRIAL_S
+        return int(due and not self._closed)
+
+    async def copy_all(self) -> int:
+        """Copy what is only in memory, the hottest first; returns how many pages still are.
+
+        When cancelled, it stays at what has been copied by then.
+        """
+        for key in self._spilling.unwritten():
+            while len(self._spills) >= SPILLS_MAX:
+                await asyncio.wait(self._spills.values(), return_when=asyncio.FIRST_COMPLETED)
+            if self._closed or self._tier.degraded is not None:
+                break
+            if key in self._spills:
+                continue
+            spill = self._spilling.begin_copy(key, self._now_s())
+            if spill is not None:
+                self._spills[key] = self._spawn(self._spill(key, spill), "copy")
+        if self._spills:
+            await asyncio.wait(list(self._spills.values()))
+        return len(self._spilling.unwritten())
 
     def _sweep(self) -> None:
         """Tell the tier what was forgotten, and how warm what it alone has is."""
@@ -142,8 +186,12 @@ class Tiering:
             stored = await self._tier.store(spill.page, self._bytes_of(spill.slot))
         finally:
             del self._spills[key]
-            if not self._spilling.end_spill(spill, stored=stored):
+            failed = not stored and self._tier.degraded is not None
+            if not self._spilling.end_spill(spill, stored=stored, failed=failed):
                 self._tier.remove([key])
+        if not failed:
+            self._trial_s = None
+            self.room.copied()
         self.kick()
 
     async def flush(self) -> bool:
@@ -196,7 +244,7 @@ class Tiering:
         self.kick()
 
     async def _load(self, key: PageKey) -> None:
-        promotion = self._spilling.begin_promote(key, self._now_s())
+        promotion = await self._begin_promote(key)
         if promotion is None:
             return
         loaded, done = False, False
@@ -209,6 +257,21 @@ class Tiering:
         if done and not loaded and self._tier.degraded is None:
             self._spilling.lost(key)
             self._tier.remove([key])
+
+    async def _begin_promote(self, key: PageKey) -> Promotion | None:
+        """Once there is room; None: the page is not to be brought up, or there is none."""
+        begun: list[Promotion] = []
+
+        def attempt(patient: bool) -> bool:
+            spilling = self._spilling
+            promotion = spilling.begin_promote(key, self._now_s(), patient=patient)
+            if promotion is not None:
+                begun.append(promotion)
+            return bool(begun) or not spilling.sparing or not spilling.may_promote(key)
+
+        if not self.room.now(attempt):
+            await self.room.wait(attempt, loop_now_s() + PROMOTION_WAIT_S)
+        return begun[0] if begun else None
 
     # ---- life
 

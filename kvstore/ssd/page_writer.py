@@ -1,7 +1,7 @@
 """Pages on their way to the disk.
 
-Owns a page from the caller's memory to its slot: what is refused at once, the copy, the write, and
-the row that names it. Part of the tier (``kvstore/ssd/tier.py``).
+Owns a page from the caller's memory to its slot: what is refused at once, the wait for memory, the
+copy, the write, and the row that names it. Part of the tier (``kvstore/ssd/tier.py``).
 
 ::
 
@@ -112,35 +112,47 @@ class PageWriter:
             if key in self._pages:
                 return True
             assert len(data) == page.record.page_nbytes, (len(data), page.record.page_nbytes)
-            buffer = self._take(page)
-            if buffer is None:
+            reason = self._refusal(page)
+            if reason is not None:
+                self.counters[reason] += 1
                 return False
             outcome = self._stores[key] = self._loop.create_future()
-            await self._hand_over(page, buffer, data)
+            await self._hand_over(page, data)
         return await self._answer(key, outcome)
 
-    def _take(self, page: TierPage) -> memoryview | None:
-        """Memory for a page, or the reason why not is counted."""
-        slot_nbytes = slot_nbytes_of(page.spec)
-        reason: str | None = None
+    def _refusal(self, page: TierPage) -> str | None:
+        """Why a page is not even waited for."""
         if not fits_format(page):
-            reason = "refused_format"
-        elif len(self._stores) >= STORES_MAX or self._journal.is_full:
-            reason = "refused_busy"
-        elif not self._budget.spend(slot_nbytes, self._loop.time()):
-            reason = "refused_budget"
-        elif not self._disk.may_write():
-            reason = "refused_degraded"
-        buffer = self._memory.take_now(slot_nbytes) if reason is None else None
-        if buffer is None:
-            self.counters[reason or "refused_busy"] += 1
-        return buffer
+            return "refused_format"
+        if len(self._stores) >= STORES_MAX:
+            return "refused_busy"
+        if not self._budget.spend(slot_nbytes_of(page.spec), self._loop.time()):
+            return "refused_budget"
+        return None if self._disk.may_write() else "refused_degraded"
 
-    async def _hand_over(self, page: TierPage, buffer: memoryview, data: memoryview) -> None:
-        """Find a slot and copy the page; from then on a thread has it."""
-        grant: Grant | None = None
-        key, page_nbytes, slot_nbytes = page.record.key, page.record.page_nbytes, len(buffer)
+    async def _memory_for(self, slot_nbytes: int) -> memoryview | None:
+        """Memory for a page once it is its turn and the index has caught up; None: the disk takes
+        too long."""
         try:
+            async with asyncio.timeout(self._disk.hung_s):
+                if self._journal.is_full and not await self._journal.flush(durable=False):
+                    return None
+                return await self._memory.take(slot_nbytes)
+        except TimeoutError:
+            return None
+
+    async def _hand_over(self, page: TierPage, data: memoryview) -> None:
+        """Wait for memory, find a slot and copy the page; from then on a thread has it."""
+        grant: Grant | None = None
+        buffer: memoryview | None = None
+        key, page_nbytes = page.record.key, page.record.page_nbytes
+        slot_nbytes = slot_nbytes_of(page.spec)
+        try:
+            buffer = await self._memory_for(slot_nbytes)
+            if buffer is None:
+                self.counters["refused_busy"] += 1
+                self._finish(key, None, stored=False)
+                return
             await self._make_room(slot_nbytes, page.heat)
             grant = self._pages.admit(
                 key, slot_nbytes=slot_nbytes, page_nbytes=page_nbytes, heat=page.heat
@@ -214,8 +226,9 @@ class PageWriter:
         if error is not None and not isinstance(error, OSError):
             raise error
 
-    def _finish(self, key: PageKey, buffer: memoryview, *, stored: bool) -> None:
-        self._memory.give(buffer)
+    def _finish(self, key: PageKey, buffer: memoryview | None, *, stored: bool) -> None:
+        if buffer is not None:
+            self._memory.give(buffer)
         self._stores.pop(key).set_result(stored)
 
 

@@ -8,8 +8,9 @@ where ``header``, ``superblock`` and ``slabs``.
   cancelled.
 * What is on the disk is believed only when it verifies, on every load. A damaged page is forgotten
   and counted under the kind of damage.
-* Nothing waits without bound: a store beyond ``STORES_MAX``, its memory or the budget is refused; a
-  load beyond ``LOADS_MAX`` too; a disk that does not answer for ``hung_s`` counts as failed.
+* Nothing waits without bound: a store beyond ``STORES_MAX`` or the budget is refused, one without
+  memory after ``hung_s``; a load beyond ``LOADS_MAX`` too; a disk that does not answer for
+  ``hung_s`` counts as failed.
 * A disk that fails is left alone (``health``): no exception leaves ``store`` or ``load``.
 """
 

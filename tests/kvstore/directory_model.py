@@ -66,6 +66,7 @@ class Model:
         self.ready: dict[PageKey, int] = {}
         self.spilled: dict[PageKey, None] = {}
         self.on_ssd: dict[PageKey, None] = {}
+        self.unwanted: dict[PageKey, None] = {}  # the SSD was offered it, and has it no more
         self.pinned: dict[PageKey, None] = {}
         self.priority: dict[PageKey, int] = {}
         self.lapses: dict[PageKey, float] = {}
@@ -136,7 +137,8 @@ class Model:
         here = self.ready.keys() | self.writing.keys()
         for page in self.pages:
             if page.key in here:
-                assert all(page.parent != gone.key for gone in evicted), "a trunk went first"
+                own = page.key in self.writing and page.parent in self.spilled
+                assert own or all(page.parent != p.key for p in evicted), "a trunk went first"
         return evicted
 
     def free_leaves(self, gone: list[PageIdentity], before: dict[PageKey, int]) -> list[PageKey]:

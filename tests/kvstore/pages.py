@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.keys import namespace_of, page_keys
-from kvstore.page import PageSpec
+from kvstore.page import PageKey, PageSpec
 from kvstore.store import GetPage, PageIdentity, PutPage, identities
 from transfer.interface import Region, Transfer
 
@@ -24,8 +26,13 @@ def sequence(tokens: list[int] | range, *, spec: PageSpec = SPEC) -> list[PageId
 
 def bytes_of(page: PageIdentity, *, spec: PageSpec = SPEC) -> npt.NDArray[np.uint8]:
     """The content of a page: a function of its key."""
-    rng = np.random.default_rng(int.from_bytes(page.key[:8], "little"))
-    return rng.integers(0, 256, spec.page_nbytes, dtype=np.uint8)
+    return np.frombuffer(content(page.key, spec.page_nbytes), dtype=np.uint8).copy()
+
+
+@lru_cache(maxsize=8192)
+def content(key: PageKey, nbytes: int) -> bytes:
+    """The content of the page of this key."""
+    return np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(nbytes)
 
 
 def filled(

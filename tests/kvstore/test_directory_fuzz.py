@@ -24,7 +24,9 @@ def reserve(m: Model, rng: random.Random) -> None:
     lasts_s = rng.choice([None, 1.0, 4.0]) if m.setup.priorities else None
     before_policy = m.priority.get(page.key), m.lapses.get(page.key)
     policy = m.put_policy(page, priority, lasts_s)
-    reservation = m.d.reserve([page], SPEC, m.now_s, policy, writer)[0]
+    patient = rng.random() < 0.4
+    copied = {*m.on_ssd, *m.unwanted}
+    reservation = m.d.reserve([page], SPEC, m.now_s, policy, writer, patient=patient)[0]
     if here:  # the policy is that of the first put
         m.lapses.pop(page.key, None)
         if before_policy[0] is not None:
@@ -38,12 +40,15 @@ def reserve(m: Model, rng: random.Random) -> None:
     elif reservation.slot is not None:
         m.writing[page.key] = (reservation.slot.generation, m.now_s + LEASE_S, writer)
     else:
-        assert reservation.status is ReserveStatus.REFUSED
+        later = patient and m.d.spilling.sparing
+        assert reservation.status is (ReserveStatus.LATER if later else ReserveStatus.REFUSED)
         assert m.d.segment.num_used == NUM_SLOTS
     m.touch(page)
     m.touch(m.by_key.get(PageKey(page.parent)))
     evicted = m.observe()
     assert len(evicted) <= 2
+    if patient and m.d.spilling.sparing:
+        assert {gone.key for gone in evicted} <= copied, "a page went that the SSD was not offered"
     m.check_order(evicted, before, policy.namespace)
 
 
@@ -178,6 +183,14 @@ def spill(m: Model, rng: random.Random) -> None:
             assert job.page.record.key in m.ready
             assert not m.kept(job.page.record.key), "a held page was chosen to be spilled"
             m.spills.append(job)
+    elif m.setup.ssd_pages and rng.random() < 0.1:
+        left = m.d.spilling.unwritten()
+        assert set(left) == m.ready.keys() - m.on_ssd.keys()
+        under_way = {job.page.record.key for job in m.spills}
+        for key in [key for key in left if key not in under_way][:1]:
+            job = m.d.spilling.begin_copy(key, m.now_s)
+            assert job is not None
+            m.spills.append(job)
     elif m.spills:
         job = m.spills.pop(rng.randrange(len(m.spills)))
         key = job.page.record.key
@@ -186,10 +199,14 @@ def spill(m: Model, rng: random.Random) -> None:
             victim = rng.choice(list(m.on_ssd))
             m.d.spilling.displaced(victim)
             del m.on_ssd[victim]
+            m.unwanted[victim] = None
             if m.spilled.pop(victim, m) is None:
                 m.forget(victim)
         alive = m.ready.get(key) == job.slot.generation
-        assert m.d.spilling.end_spill(job, stored=store) == (alive or not store)
+        failed = not store and rng.random() < 0.5
+        if not store and not failed:
+            m.unwanted[key] = None
+        assert m.d.spilling.end_spill(job, stored=store, failed=failed) == (alive or not store)
         if alive and store:
             m.on_ssd[key] = None
     assert m.observe() == []

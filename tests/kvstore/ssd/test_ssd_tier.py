@@ -441,6 +441,46 @@ async def test_the_loop_runs_on_while_the_disk_stands_still(open_tier: OpenTier)
     assert await writing
 
 
+async def test_stores_wait_for_their_turn_in_memory_and_none_is_lost_for_that(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.ssd.page_writer.BOUNCE_NBYTES", 2 * 40_960)  # two pages at a time
+    tier = await open_tier()
+    outcomes = await asyncio.gather(*(put(tier, number, spec=LARGE) for number in range(8)))
+    assert outcomes == [True] * 8
+    assert [await get(tier, number, spec=LARGE) for number in range(8)] == [True] * 8
+
+
+async def test_a_store_that_waits_for_memory_ends_with_the_patience_for_the_disk(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.ssd.page_writer.BOUNCE_NBYTES", 4096)  # one page at a time
+    disk = FaultyDisk()
+    tier = await open_tier(disk=disk, hung_s=0.1)
+    disk.writes.clear()
+    assert await asyncio.gather(put(tier, 1), put(tier, 2)) == [False, False]
+    assert tier.numbers()["ssd_refused_busy"] == 1
+    disk.writes.set()
+
+
+async def test_a_store_that_is_given_up_while_it_waits_for_memory_leaves_nothing_behind(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.ssd.page_writer.BOUNCE_NBYTES", 4096)  # one page at a time
+    disk = FaultyDisk()
+    tier = await open_tier(disk=disk)
+    disk.writes.clear()
+    first, second = (asyncio.ensure_future(put(tier, number)) for number in (1, 2))
+    await asyncio.sleep(0)
+    assert tier.numbers()["ssd_stores_under_way"] == 2
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert tier.numbers()["ssd_stores_under_way"] == 1
+    disk.writes.set()
+    assert await first
+    assert await put(tier, 2)
+
+
 async def test_a_spill_beyond_the_queue_is_refused_not_delayed(open_tier: OpenTier) -> None:
     disk = FaultyDisk()
     tier = await open_tier(disk=disk)
