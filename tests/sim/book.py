@@ -11,19 +11,14 @@ from functools import lru_cache
 import numpy as np
 
 from kvstore.keys import namespace_of, page_keys
-from kvstore.page import PageKey, PageSpec
+from kvstore.page import PageSpec
 from kvstore.store import GetPage, PageIdentity, PutPage, identities
+from tests.kvstore.pages import BIG_SPEC, SPEC, content
 from transfer.interface import Region, Transfer
 
-SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype="uint8")
-BIG_SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=8, dtype="uint8")
+__all__ = ["BIG_SPEC", "SPEC", "TENANTS", "content"]
+
 TENANTS = ("red", "green", "blue")
-
-
-@lru_cache(maxsize=8192)
-def content(key: PageKey, nbytes: int) -> bytes:
-    """The right bytes of a page."""
-    return np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(nbytes)
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,8 @@ operation under the faults that were drawn for it) and ``Hold`` (stops pieces un
 no tokens beyond their address, and no callers.
 
 Bytes move in pieces, each at its own moment: a fault, a crash or a cancel in between leaves part of
-them moved. The caller's memory is never touched after the operation has ended. Bytes of a failed or
+them moved. The caller's memory is never touched after the operation has ended; a *read* that is
+given up may take a while to end, and move bytes until then (``late_read``). Bytes of a failed or
 cancelled *write* may still reach the owner later, as on a real wire (``late_write``), unless the
 region has been revoked by then.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from transfer.errors import (
     Stale,
     TransferError,
 )
-from transfer.interface import Range
+from transfer.interface import Range, Region
 from transfer.ranges import total_nbytes
 from transfer.region import RegisteredRegion, check_spans
 from transfer.token import Endpoint
@@ -48,12 +49,20 @@ class Hold(Protocol):
     def admits(self) -> bool: ...
 
 
+Arrivals = Callable[[Sequence[Range]], Callable[[Range], None]]  # begun: who sees each piece
+
+
 class SimBulk:
-    """All lives of all nodes, and the regions whose pieces are held."""
+    """All lives of all nodes, and the regions whose pieces are held.
+
+    Attributes:
+        arrivals: who looks at what is read into a region: told of an operation when it begins.
+    """
 
     def __init__(self, fabric: SimFabric) -> None:
         self.fabric = fabric
         self.holds: WeakKeyDictionary[RegisteredRegion, Hold] = WeakKeyDictionary()
+        self.arrivals: WeakKeyDictionary[Region, Arrivals] = WeakKeyDictionary()
         self._lives: dict[str, list[SimTransfer]] = {}
 
     def add(self, transfer: SimTransfer) -> int:
@@ -93,6 +102,8 @@ class SimOperation:
         self._waiter: asyncio.Future[None] | None = None
         self._interruption: TransferError | None = None
         faults = self._fabric.plan
+        arrivals = bulk.arrivals.get(move.region) if move.right == "r" else None
+        self._landed = None if arrivals is None else arrivals(move.ranges)
         self._breaks_at = self._drawn(faults.bulk_fail)
         self._corrupts_at = self._drawn(faults.bulk_corrupt)
 
@@ -116,9 +127,14 @@ class SimOperation:
                 await self._sleep(self._fabric.delay_s())
                 owner.count_served(total_nbytes(self._pieces))
         except TimeoutError as error:
+            await self._run_out()
             self._leave_behind()
             name = self._move.token.endpoint.tcp
             raise DeadlineExceeded(f"{self._kind} at {name} took too long") from error
+        except asyncio.CancelledError:
+            await self._run_out()
+            self._leave_behind()
+            raise
         except BaseException:
             self._leave_behind()
             raise
@@ -146,9 +162,9 @@ class SimOperation:
         if index == self._corrupts_at:
             data[self._fabric.rng.randrange(len(data))] ^= 1 << self._fabric.rng.randrange(8)
         self._put(remote, piece, data)
-        what = f"{self._kind} {self._user.node}>{owner.node} {piece}"
+        what = f"{self._kind} {self._user.node}>{owner.node} {_text(piece)}"
         self._fabric.trace.add(self._fabric.loop.now_s, what, bytes(data))
-        self._fabric.run_checkers()
+        self._fabric.arrived()
 
     def _source(self, remote: RegisteredRegion, piece: Range) -> memoryview:
         if self._move.right == "r":
@@ -159,6 +175,8 @@ class SimOperation:
         if self._move.right == "r":
             start = piece.local_offset
             self._move.region.view[start : start + piece.nbytes] = data
+            if self._landed is not None:
+                self._landed(piece)
         else:
             start = piece.remote_offset
             remote.view[start : start + piece.nbytes] = data
@@ -190,6 +208,26 @@ class SimOperation:
         """A dead process on a living host answers with a reset, unless it went silently."""
         return owner.closed and not owner.life.died_silently and not self._is_cut_off(owner)
 
+    async def _run_out(self) -> None:
+        """Perhaps let the piece of a read that was under way arrive before the operation ends."""
+        if self._move.right == "w" or self._num_moved >= len(self._pieces):
+            return
+        if self._fabric.rng.random() >= self._fabric.plan.late_read or not self._user.life.alive:
+            return
+        try:
+            await self._sleep(10 * self._fabric.delay_s())
+            owner = self._bulk.owner(self._move.token.endpoint)
+            remote = owner.serve(self._move)
+        except TransferError:
+            return
+        if owner.closed or owner.life.paused or self._is_cut_off(owner):
+            return
+        piece = self._pieces[self._num_moved]
+        data = bytes(self._source(remote, piece))
+        self._put(remote, piece, data)
+        what = f"late read {self._user.node}>{owner.node} {_text(piece)}"
+        self._fabric.trace.add(self._fabric.loop.now_s, what, data)
+
     def _leave_behind(self) -> None:
         """Perhaps let the piece that was under way reach the owner after all, later."""
         if self._move.right == "r" or self._num_moved >= len(self._pieces):
@@ -208,7 +246,7 @@ class SimOperation:
                 return
             if not owner.closed and not self._is_cut_off(owner):
                 self._put(remote, piece, data)
-                what = f"late write {self._user.node}>{owner.node} {piece}"
+                what = f"late write {self._user.node}>{owner.node} {_text(piece)}"
                 self._fabric.trace.add(self._fabric.loop.now_s, what, data)
 
         when_s = self._fabric.loop.now_s + 10 * self._fabric.delay_s()
@@ -232,6 +270,10 @@ class SimOperation:
             self._waiter = None
         if self._interruption is not None:
             raise self._interruption
+
+
+def _text(piece: Range) -> str:
+    return f"{piece.local_offset}/{piece.remote_offset}+{piece.nbytes}"
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -6,12 +6,15 @@ kept for people). Knows no nodes.
 
 from __future__ import annotations
 
-import hashlib
 import random
+import struct
 from collections import deque
 from dataclasses import dataclass
 
+import xxhash
+
 KEPT_LINES = 200
+_TIME = struct.Struct("<d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class FaultPlan:
         bulk_corrupt: one byte of a bulk transfer is flipped.
         bulk_fail: a bulk transfer breaks after some of its bytes.
         late_write: bytes of a cancelled or failed write still arrive at the owner, later.
+        late_read: a read that is given up ends a while later, and bytes arrive until it does.
         silent_crash: the peers of a crashed node notice nothing (power cut), instead of a
             connection reset.
         clock_skew_s: clocks of the nodes differ by up to this.
@@ -40,6 +44,7 @@ class FaultPlan:
     bulk_corrupt: float = 0.0
     bulk_fail: float = 0.0
     late_write: float = 0.0
+    late_read: float = 0.0
     silent_crash: float = 0.5
     clock_skew_s: float = 0.0
 
@@ -62,6 +67,7 @@ class FaultPlan:
             late_write=sometimes(0.5),
             silent_crash=rng.choice([0.0, 0.5, 1.0]),
             clock_skew_s=rng.choice([0.0, 0.0, 1.0, 3600.0]),
+            late_read=sometimes(1.0),
         )
 
 
@@ -69,16 +75,21 @@ class Trace:
     """Everything that happened, as one digest."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        self._hash = xxhash.xxh3_128()
+        self._last: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
         self.num_lines = 0
-        self.last: deque[str] = deque(maxlen=KEPT_LINES)
 
     def add(self, now_s: float, what: str, payload: bytes = b"") -> None:
-        line = f"{now_s:.9f} {what}"
-        self._hash.update(line.encode() + b"\0" + payload + b"\n")
+        self._hash.update(
+            b"%b%b\0%d\0%b" % (_TIME.pack(now_s), what.encode(), len(payload), payload)
+        )
+        self._last.append((now_s, what))
         self.num_lines += 1
-        self.last.append(line)
+
+    def last(self, num_lines: int) -> list[str]:
+        """What happened last, for people."""
+        return [f"{now_s:.9f} {what}" for now_s, what in [*self._last][-num_lines:]]
 
     @property
     def digest(self) -> str:
-        return self._hash.hexdigest()[:16]
+        return str(self._hash.hexdigest())

@@ -6,7 +6,7 @@ Owns ``SimCluster``/``SimNode`` and ``run_sim``. Scenarios look like this::
         store = cluster.node("store")
         node = StoreNode(config, identity=store.identity(Role.STORE), network=store.network, ...)
         await store.run(node.start())          # inside of the life of that node
-        cluster.checkers.append(node.check)    # runs after every delivery
+        cluster.checkers.append(node.check)    # runs after every ``fabric.check_every`` deliveries
         cluster.crash("store")
         store = cluster.restart("store")       # another life: build the node again
         cluster.heal()                         # no faults from here on
@@ -115,7 +115,8 @@ class SimCluster:
 
     @property
     def checkers(self) -> list[Callable[[], None]]:
-        """Called after every delivery and every piece of a bulk transfer; raise to fail the run."""
+        """Called after every ``fabric.check_every``-th delivery or piece of a bulk transfer; raise
+        to fail the run."""
         return self.fabric.checkers
 
     @property
@@ -264,7 +265,7 @@ def run_sim(scenario: Scenario, seed: int, plan: FaultPlan | None = None) -> Sim
             loop.run_until_complete(scenario(cluster))
             _check_nothing_left(loop)
         except BaseException as error:
-            lines = "\n  ".join(list(cluster.trace.last)[-LINES_IN_NOTE:])
+            lines = "\n  ".join(cluster.trace.last(LINES_IN_NOTE))
             error.add_note(f"reproduce: SIM_SEED={seed}  plan={plan}\nlast events:\n  {lines}")
             raise
         finally:
@@ -272,10 +273,10 @@ def run_sim(scenario: Scenario, seed: int, plan: FaultPlan | None = None) -> Sim
     return SimResult(seed, cluster.trace.digest, loop.now_s, cluster.trace.num_lines)
 
 
-def seeds(count: int) -> list[int]:
-    """Return the seeds to run: 0..count-1, or the one in the environment variable SIM_SEED."""
+def seeds(end: int, first: int = 0) -> list[int]:
+    """Return the seeds to run: first..end-1, or the one in the environment variable SIM_SEED."""
     wanted = os.environ.get("SIM_SEED")
-    return [int(wanted)] if wanted else list(range(count))
+    return [int(wanted)] if wanted else list(range(first, end))
 
 
 @contextmanager

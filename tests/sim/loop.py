@@ -56,6 +56,7 @@ class Life:
 
 
 CURRENT_LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+_current_life = CURRENT_LIFE.get
 
 
 class SimTask(asyncio.Task[Any]):
@@ -65,7 +66,7 @@ class SimTask(asyncio.Task[Any]):
 
     def __new__(cls, coro: Any, *, loop: SimLoop, **kwargs: Any) -> SimTask:
         self = super().__new__(cls)
-        self._sim_id = loop.next_id()  # before __init__, which already needs the hash
+        loop._ids = self._sim_id = loop._ids + 1  # before __init__, which already needs the hash
         return self
 
     def __init__(self, coro: Any, *, loop: SimLoop, **kwargs: Any) -> None:
@@ -87,11 +88,50 @@ class SimFuture(asyncio.Future[Any]):
 
     def __new__(cls, *, loop: SimLoop) -> SimFuture:
         self = super().__new__(cls)
-        self._sim_id = loop.next_id()
+        loop._ids = self._sim_id = loop._ids + 1
         return self
 
     def __hash__(self) -> int:
         return self._sim_id
+
+
+class SimHandle(events.Handle):
+    """A handle that asks the loop for nothing when it is made: a simulation makes millions."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: SimLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
+class SimTimer(events.TimerHandle):
+    """Likewise. Timers are compared by the loop's queue, not with one another."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when_s: float,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: SimLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        SimHandle.__init__(self, callback, args, loop, context)  # type: ignore[arg-type]
+        self._when = when_s
+        self._scheduled = True
 
 
 class SimLoop(base_events.BaseEventLoop):
@@ -112,17 +152,13 @@ class SimLoop(base_events.BaseEventLoop):
         self.set_task_factory(self._make_task)
         self.set_exception_handler(self._note_failure)
 
-    def next_id(self) -> int:
-        self._ids += 1
-        return self._ids
-
     @property
     def now_s(self) -> float:
         """The true virtual time, whatever the clock of the current life says."""
         return self._now_s
 
     def time(self) -> float:
-        life = CURRENT_LIFE.get()
+        life = _current_life()
         return self._now_s if life is None else self._now_s + life.clock_skew_s
 
     def call_soon(
@@ -132,7 +168,7 @@ class SimLoop(base_events.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         """As the base class does, without its checks: a simulation makes these by the million."""
-        handle = events.Handle(callback, args, self, context)
+        handle = SimHandle(callback, args, self, context)
         self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
 
@@ -144,10 +180,12 @@ class SimLoop(base_events.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Schedule at ``when`` on the clock of the life that calls."""
-        life = CURRENT_LIFE.get()
-        true_s = when if life is None else when - life.clock_skew_s
-        while life is not None and true_s + life.clock_skew_s < when:
-            true_s = math.nextafter(true_s, math.inf)  # rounding must not make a timer early
+        life = _current_life()
+        true_s = when
+        if life is not None and (skew_s := life.clock_skew_s):
+            true_s = when - skew_s
+            while true_s + skew_s < when:
+                true_s = math.nextafter(true_s, math.inf)  # rounding must not make a timer early
         return self.call_at_true_time(true_s, callback, *args, context=context)
 
     def call_at_true_time(
@@ -157,9 +195,9 @@ class SimLoop(base_events.BaseEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        handle = events.TimerHandle(when_s, callback, args, self, context)
-        handle._scheduled = True  # type: ignore[attr-defined]
-        heapq.heappush(self._queue, (when_s, self.next_id(), handle))
+        handle = SimTimer(when_s, callback, args, self, context)
+        self._ids = number = self._ids + 1
+        heapq.heappush(self._queue, (when_s, number, handle))
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -226,26 +264,45 @@ class SimLoop(base_events.BaseEventLoop):
         self.failures.append(error)
 
     def _run_once(self) -> None:
-        """Run what is ready; when nothing is, move the clock to the next timer."""
-        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-        queue = self._queue
-        while queue and queue[0][2]._cancelled:  # type: ignore[attr-defined]
-            self._forget(heapq.heappop(queue)[2])
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
-            if not queue:
-                raise SimDeadlock(f"no runnable task and no timer at t={self._now_s:.6f} s")
-            self._move_clock(queue[0][0])
-        while queue and queue[0][0] <= self._now_s:
-            handle = heapq.heappop(queue)[2]
-            self._forget(handle)
-            ready.append(handle)
-        failures = self.failures
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:  # type: ignore[attr-defined]
-                self._run_handle(handle)
-            if failures and self.stops_at_failure:
-                raise failures[0]
+        """Run what is ready; when nothing is, move the clock to the next timer.
+
+        Once for the base class, again and again until the loop is stopped.
+        """
+        ready: deque[Any] = self._ready  # type: ignore[attr-defined]
+        queue, pop, failures = self._queue, heapq.heappop, self.failures
+        while True:
+            while queue and queue[0][2]._cancelled:  # type: ignore[attr-defined]
+                pop(queue)
+            if not ready and not self._stopping:  # type: ignore[attr-defined]
+                if not queue:
+                    raise SimDeadlock(f"no runnable task and no timer at t={self._now_s:.6f} s")
+                self._move_clock(queue[0][0])
+            now_s = self._now_s
+            while queue and queue[0][0] <= now_s:
+                ready.append(pop(queue)[2])
+            num_ready = len(ready)
+            for _ in range(num_ready):
+                handle = ready.popleft()
+                if handle._cancelled:
+                    continue
+                life = handle._context.get(CURRENT_LIFE)
+                if life is not None and life.paused:
+                    life.held_back.append(handle)
+                    continue
+                try:  # as ``Handle._run`` does
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - ends the run
+                    what = f"Exception in callback {handle!r}"
+                    self.call_exception_handler({"message": what, "exception": error})
+                if failures and self.stops_at_failure:
+                    raise failures[0]
+            self._num_callbacks_now += num_ready
+            if self._num_callbacks_now > MAX_CALLBACKS_AT_ONE_TIME:
+                raise AssertionError(f"a task spins at t={now_s:.6f} s: {handle!r}")
+            if self._stopping:  # type: ignore[attr-defined]
+                return
 
     def _move_clock(self, when_s: float) -> None:
         if when_s > self._now_s:
@@ -253,21 +310,6 @@ class SimLoop(base_events.BaseEventLoop):
             self._num_callbacks += self._num_callbacks_now
             self._num_callbacks_now = 0
             assert self._num_callbacks < MAX_CALLBACKS, "the scenario does not end"
-
-    def _run_handle(self, handle: asyncio.Handle) -> None:
-        self._num_callbacks_now += 1
-        assert self._num_callbacks_now < MAX_CALLBACKS_AT_ONE_TIME, (
-            f"a task spins at t={self._now_s:.6f} s: {handle!r}"
-        )
-        life: Life | None = handle._context.get(CURRENT_LIFE)  # type: ignore[attr-defined]
-        if life is not None and life.paused:
-            life.held_back.append(handle)
-        else:
-            handle._run()
-
-    @staticmethod
-    def _forget(handle: asyncio.TimerHandle) -> None:
-        handle._scheduled = False  # type: ignore[attr-defined]
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers leave the queue when they come up."""

@@ -49,6 +49,8 @@ class SimFabric:
         self.plan = plan
         self.trace = trace
         self.checkers: list[Callable[[], None]] = []
+        self.check_every = 1  # of so many deliveries and pieces, one is followed by the checkers
+        self._num_arrived = 0
         self.listeners: dict[Place, SimListener] = {}
         self.wires: dict[bytes, _ClientWire] = {}
         self.publishers: dict[Place, SimPublisher] = {}
@@ -89,7 +91,13 @@ class SimFabric:
         self._next_key += 1
         return f"{node}#{self._next_key}".encode()
 
-    def run_checkers(self) -> None:
+    def arrived(self) -> None:
+        """Something got to its place; the checkers run behind who takes it."""
+        self._num_arrived += 1
+        if not self._num_arrived % self.check_every:
+            self.loop.call_soon(self._run_checkers, context=self._nowhere)
+
+    def _run_checkers(self) -> None:
         for checker in self.checkers:
             checker()
 
@@ -128,8 +136,8 @@ class SimFabric:
             what = "drop" if lost else "deliver"
             self.trace.add(self.loop.now_s, f"{what} {source}>{target}", frame)
             if not lost:
-                arrive(frame)  # schedules the receiver; checkers run behind it
-                self.loop.call_soon(self.run_checkers, context=self._nowhere)
+                arrive(frame)  # schedules the receiver
+                self.arrived()
 
         self.loop.call_at_true_time(at_s, deliver, context=self._nowhere)
 

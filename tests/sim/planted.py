@@ -14,17 +14,30 @@ from unittest import mock
 
 from kvstore.checksum import PageBytes
 from kvstore.client.lease import Lease as ClientLease
+from kvstore.messages import ReleasePages
 from kvstore.page import PageKey
 from kvstore.replication import Replicator
 from kvstore.server.admission import Admission
 from kvstore.server.directory import Directory
 from kvstore.server.entry import Grant, Lease
+from kvstore.server.handlers import StoreHandlers
 from kvstore.server.leases import Leases
 from kvstore.server.page_table import READY, WRITING
 from kvstore.server.reading import Reading
 from kvstore.server.writes import Writes
 from tests.sim.checkers import Violation
+from tests.sim.faults import FaultPlan
 from tests.sim.harness import Scenario, run_sim
+from tests.sim.scripts import CALM, OFFERS, scenario_of
+from tests.sim.store_world import CONFIG
+from tests.sim.take_scripts import (
+    LATE,
+    TIGHT,
+    TIGHT_PAIRS,
+    a_foreign_release_comes_with_a_request,
+    a_store_stands_still_in_a_copy,
+    a_store_stands_still_in_a_take,
+)
 
 Patches = Callable[[], Sequence[Any]]
 
@@ -34,11 +47,14 @@ class Bug(NamedTuple):
 
     Attributes:
         plant: makes the changes. found_by: checkers that may report it. num_seeds: by when.
+        scenario, plan: where to look, if not under random faults.
     """
 
     plant: Patches
     found_by: tuple[str, ...]
     num_seeds: int
+    scenario: Scenario | None = None
+    plan: FaultPlan | None = None
 
 
 class Found(NamedTuple):
@@ -54,7 +70,7 @@ def find(bug: Bug, scenario: Scenario) -> Found | None:
     for seed in range(bug.num_seeds):
         try:
             with planted(bug), mock.patch("tests.sim.checkers.CHECK_EVERY", 1 << 60):
-                run_sim(scenario, seed)
+                run_sim(bug.scenario or scenario, seed, bug.plan)
         except Violation as violation:
             return Found(seed, violation.checker, str(violation))
     return None
@@ -200,6 +216,18 @@ def _forgets_to_copy() -> Sequence[Any]:
     return [mock.patch.object(Replicator, "committed", return_value=None)]
 
 
+def _take_does_not_hold_its_slot() -> Sequence[Any]:
+    return [mock.patch.object(Directory, "hold", return_value=None)]
+
+
+def _first_ignores_the_incarnation() -> Sequence[Any]:
+    def end_first(self: StoreHandlers, ended: ReleasePages | None) -> None:
+        if ended is not None:
+            self._end_leases(ended)
+
+    return [mock.patch.object(StoreHandlers, "_end_first", end_first)]
+
+
 BUGS = {
     "a reader skips the checksum": Bug(_reader_skips_the_checksum, ("integrity",), 40),
     "a node skips the checksum": Bug(_node_skips_the_checksum, ("visibility",), 40),
@@ -215,4 +243,25 @@ BUGS = {
     ),
     "never end a reservation": Bug(_never_ends_a_reservation, ("quiescence",), 40),
     "forget to copy": Bug(_forgets_to_copy, ("replicas",), 40),
+    "a take does not hold its slot": Bug(
+        _take_does_not_hold_its_slot,
+        ("lease safety",),
+        4,
+        scenario_of(a_store_stands_still_in_a_take, TIGHT, client_config=OFFERS),
+        LATE,
+    ),
+    "a copy does not hold its slot": Bug(
+        _take_does_not_hold_its_slot,
+        ("lease safety",),
+        4,
+        scenario_of(a_store_stands_still_in_a_copy, TIGHT_PAIRS),
+        LATE,
+    ),
+    "first ignores the incarnation": Bug(
+        _first_ignores_the_incarnation,
+        ("lease safety",),
+        4,
+        scenario_of(a_foreign_release_comes_with_a_request, CONFIG),
+        CALM,
+    ),
 }

@@ -14,7 +14,7 @@ from kvstore.config import StoreClientConfig, StoreConfig
 from kvstore.store import PageIdentity
 from tests.sim.book import SPEC, prompt
 from tests.sim.faults import FaultPlan
-from tests.sim.harness import SimResult, run_sim
+from tests.sim.harness import Scenario, SimCluster, SimResult, run_sim
 from tests.sim.store_seed import after_healing
 from tests.sim.store_world import CLIENT_CONFIG, CONFIG, STORES, StoreWorld
 
@@ -24,6 +24,7 @@ CALM = FaultPlan(silent_crash=0.0)
 ROOMY = CONFIG.model_copy(update={"segment_nbytes": 64 * SPEC.page_nbytes})
 PAIRS = ROOMY.model_copy(update={"replicas": 2})
 STEPS = CLIENT_CONFIG.model_copy(update={"offer_nbytes_max": 0})  # reserve, write, commit
+OFFERS = CLIENT_CONFIG  # few pages go in one message
 ONE_BY_ONE = STEPS.model_copy(update={"batch_nbytes": SPEC.page_nbytes, "num_batches": 1})
 
 Script = Callable[[StoreWorld], Awaitable[None]]
@@ -38,8 +39,19 @@ def play(
     client_config: StoreClientConfig = STEPS,
 ) -> SimResult:
     """Run ``script`` in a cluster of its own, then heal it and check that all is well."""
+    return run_sim(scenario_of(script, config, ssd=ssd, client_config=client_config), 1, plan)
 
-    async def scenario(cluster: Any) -> None:
+
+def scenario_of(
+    script: Script,
+    config: StoreConfig = ROOMY,
+    *,
+    ssd: bool = False,
+    client_config: StoreClientConfig = STEPS,
+) -> Scenario:
+    """What ``play`` runs."""
+
+    async def scenario(cluster: SimCluster) -> None:
         world = StoreWorld(cluster, config, ssd=ssd, client_config=client_config)
         await world.start()
         await script(world)
@@ -48,7 +60,7 @@ def play(
         await world.close()
         world.checks.finish()
 
-    return run_sim(scenario, 1, plan)
+    return scenario
 
 
 class Held:

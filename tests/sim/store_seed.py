@@ -21,6 +21,7 @@ from tests.sim.harness import SimCluster, run_sim
 from tests.sim.store_chaos import Chaos, Load, drawn_acts, use
 from tests.sim.store_world import CLIENT_CONFIG, CLIENTS, CONFIG, STORES, StoreWorld
 
+NUM_SEEDS = 500  # that the tests run
 WORK_S_MAX = 200.0  # virtual: everything that clients do, with all its time limits
 SEEN_S = 1.0  # after a change of nodes: everybody has noticed, and repair has begun
 QUIET_S_MAX = 40.0  # every lease and reservation has ended, and repair found what it lacked

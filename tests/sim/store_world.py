@@ -17,11 +17,14 @@ from kvstore.config import StoreClientConfig, StoreConfig
 from kvstore.page import PageKey, PageSpec
 from kvstore.server.node import StoreNode
 from kvstore.store import GetOutcome, PageIdentity, PageState, PutOutcome, PutPolicy
+from tests.sim import checkers
 from tests.sim.book import SPEC, empty, filled, right
-from tests.sim.checkers import Hook, NodeWatch, StoreChecks, check_quiet, require
+from tests.sim.checkers import StoreChecks, check_quiet, require
 from tests.sim.disk import SimDisk, SimTier
 from tests.sim.harness import NodeCrashed, SimCluster, SimNode
 from tests.sim.network import SimNetwork
+from tests.sim.node_watch import NodeWatch
+from tests.sim.tap import Hook
 from transfer.channel import Hello, Listener, Service
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.identity import Role
@@ -83,7 +86,7 @@ class StoreWorld:
         self.tiers: dict[str, SimTier] = {}
         self.disks: dict[str, SimDisk] = {}
         self.book: dict[PageKey, PageIdentity] = {}
-        self.hooks: dict[type, Hook] = {}  # before a message is handled, see ``NodeWatch``
+        self.hooks: dict[type, Hook] = {}  # before a message is handled, see ``tap``
         self.outcomes: Counter[str] = Counter()
         self._specs = specs or {}
         self._stacks: dict[str, AsyncExitStack] = {}
@@ -91,7 +94,8 @@ class StoreWorld:
         if ssd:
             nbytes = DISK_PAGES * SPEC.page_nbytes
             self.disks = {n: SimDisk(cluster.derive_rng(f"disk/{n}"), nbytes) for n in STORES}
-        cluster.checkers.append(self.checks.after_delivery)
+        cluster.checkers.append(self.checks.check_next)
+        cluster.fabric.check_every = checkers.CHECK_EVERY
 
     # ---- the life of nodes
 
@@ -152,9 +156,13 @@ class StoreWorld:
 
     async def close(self) -> None:
         for name in [*CLIENTS, *STORES, "registry"]:
-            sim = self.cluster.node(name)
-            if sim.alive:
-                await sim.run(self._stacks[name].aclose())
+            await self.close_one(name)
+
+    async def close_one(self, name: str) -> None:
+        """End a process in order, without a drain."""
+        sim = self.cluster.node(name)
+        if sim.alive:
+            await sim.run(self._stacks[name].aclose())
 
     async def _registry(self, sim: SimNode) -> None:
         stack = self._stacks[sim.name] = AsyncExitStack()
@@ -197,6 +205,7 @@ class StoreWorld:
         stack.push_async_callback(node.close)
         await node.start()
         self.nodes[sim.name] = node
+        self.cluster.bulk.arrivals[node.region] = watch.reading_into
         self.checks.follow(sim.name, lambda: sim.alive, node.check)
 
     async def _client(self, sim: SimNode) -> None:

@@ -265,6 +265,27 @@ def test_local_memory_is_quiet_once_an_operation_has_ended(seed: int) -> None:
     simulate(body, FaultPlan.swarm(random.Random(seed)), seed)
 
 
+def test_a_read_that_is_given_up_may_move_bytes_until_it_ends() -> None:
+    landed: list[bool] = []
+
+    async def body(cluster: SimCluster) -> None:
+        ends = Ends(cluster)
+        task = ends.user.spawn(ends.read())
+        await asyncio.sleep(0.0025)
+        before = bytes(ends.mine.view)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        ended = bytes(ends.mine.view)
+        landed.append(ended != before)
+        await asyncio.sleep(1)
+        assert bytes(ends.mine.view) == ended
+
+    for seed in range(20):
+        simulate(body, FaultPlan(late_read=0.5, bulk_bytes_per_s=1e6), seed)
+    assert any(landed)
+    assert not all(landed)
+
+
 def test_bytes_of_a_cancelled_write_may_land_late() -> None:
     landed: list[bool] = []
 

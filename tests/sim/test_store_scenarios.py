@@ -256,6 +256,24 @@ def test_clients_whose_views_disagree_still_meet() -> None:
     play(script)
 
 
+def test_a_read_of_a_hot_page_ends_when_the_last_store_goes_meanwhile() -> None:
+    """Seed 142: the client's view was empty, and the page's turn was at nobody."""
+
+    async def script(world: StoreWorld) -> None:
+        pages = some_pages(2)
+        assert {*await done(world, WRITER, world.put(WRITER, pages))} == ALL_STORED
+        hot, links = world.clients[READER].links.hot, world.clients[READER].links
+        for page in pages:
+            hot.note(page.key, len(STORES), world.cluster.now_s)
+        reading = begin(world, READER, world.get(READER, pages, timeout_s=8))
+        for store in STORES:
+            world.crash(store)
+        assert {*await reading} == {GetOutcome.FAILED}
+        assert not links.all(), "it saw them go"
+
+    play(script, PAIRS, plan=FaultPlan(silent_crash=1.0))
+
+
 def test_a_corrupt_page_on_one_replica_is_read_from_the_other_and_replaced() -> None:
     async def script(world: StoreWorld) -> None:
         page = some_pages(1)[0]
