@@ -107,6 +107,10 @@ class KeptSeat(ABC):
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    def _was_seated(self) -> bool:
+        """``join`` has returned: the seat has been ours."""
+        return self._seated is not None and self._seated.done()
+
     def _seat_taken(self) -> None:
         """There is a view: ``join`` returns."""
         self._connected = True

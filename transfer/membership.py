@@ -51,7 +51,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         draining: takes no new work.
         gauges: load as numbers: ``num_running``, ``num_waiting``, ``num_tokens_waiting``,
-            ``num_pages``, ``num_free_pages`` (what new work may take: free, or evictable) ...
+            ``num_pages``, ``num_free_pages`` (what new work may take: free, or evictable),
+            ``num_evictable_pages`` (of these: in a cache, and held by nobody else) ...
         counters: totals that only grow in one incarnation: ``transfer_bytes_read`` ...
     """
 
@@ -101,6 +102,53 @@ ViewCallback = Callable[[MembershipView], None]
 
 class Superseded(HelloRefused):
     """Another process has joined under the same node id."""
+
+
+class SeatTaken(HelloRefused):
+    """Another process has this node id, and is alive."""
+
+    def __init__(self, node_id: NodeId, holder: SeatHolder) -> None:
+        super().__init__(
+            f"node id {node_id} is taken: the process at {holder.address or 'no address'} "
+            f"(incarnation {holder.incarnation}) has joined under it and is alive. Give this "
+            "process a --node-id of its own, or stop that one first"
+        )
+
+
+class SeatHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has a seat that another process of the same node id asks for.
+
+    A process that was killed cannot say so: its seat is there until its lease ends. It is alive
+    when ``num_signs`` changes.
+
+    Attributes:
+        num_signs: of life: whatever changes with each of them, and never without one.
+        draining: about to leave.
+    """
+
+    incarnation: str
+    address: str
+    num_signs: int
+    draining: bool = False
+
+    def is_alive(self, before: SeatHolder | None) -> bool:
+        """It has given a sign of life since ``before`` was seen, and will stay."""
+        same = before is not None and before.incarnation == self.incarnation
+        return (
+            same
+            and before is not None
+            and before.num_signs != self.num_signs
+            and (not self.draining)
+        )
+
+
+def holder_before(holder: SeatHolder, info: NodeInfo) -> bool:
+    """Whether ``holder`` keeps ``info`` from its seat as long as it lives.
+
+    Not itself, nor the process whose address it has: that one is gone, this is its restart.
+    """
+    mine = holder.incarnation == info.identity.incarnation
+    return not mine and (not info.address or holder.address != info.address)
 
 
 class Subscribers:

@@ -9,8 +9,8 @@ The life of a node id::
                register                     heartbeat
     absent ───────────────▶ live ◀──────────────────┐
       ▲  ▲                   │ │  └──────────────────┘
-      │  └──── leave ────────┘ │ register with another incarnation: replaces
-      └─ no heartbeat for LEASE_TTL_S
+      │  └──── leave ────────┘ │ register with another incarnation: replaces, at the same address
+      └─ no heartbeat for LEASE_TTL_S                               (else told who has the seat)
 
 Invariants: all live members that state a contract fact state the same value (the first one sets
 it; it is forgotten with the last member that states it). What all members say of themselves takes
@@ -32,7 +32,15 @@ from transfer.channel import Caller, Service
 from transfer.errors import HelloRefused, RemoteFailed
 from transfer.identity import Incarnation, NodeId
 from transfer.lazy_timer import LazyTimer
-from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus, check_contract
+from transfer.membership import (
+    Member,
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+    SeatHolder,
+    check_contract,
+    holder_before,
+)
 from transfer.rpc_frames import MAX_FRAME_NBYTES, encode_message
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,7 @@ _SEAT_NBYTES = 128  # of a member in a view, beside what it says
 
 REFUSED = "contract"  # RemoteFailed code of a registration that does not fit
 
-Outcome = Literal["ok", "unknown", "superseded"]
+Outcome = Literal["ok", "unknown", "superseded", "taken"]
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="registry.register"):
@@ -74,9 +82,11 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True, tag="registry.watch"):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="registry.answer"):
-    """``superseded``: another incarnation of the same node id has taken the seat."""
+    """``superseded``: another incarnation of the same node id has taken the seat. ``taken``: it
+    has had it all the time; ``holder`` says who that is."""
 
     outcome: Outcome
+    holder: SeatHolder | None = None
 
 
 class _Seat(msgspec.Struct, kw_only=True):
@@ -84,6 +94,7 @@ class _Seat(msgspec.Struct, kw_only=True):
     status: NodeStatus
     heard_s: float
     nbytes: int  # in an encoded view
+    num_signs: int = 0  # heard from it
 
 
 def _check_own(node_id: NodeId, incarnation: Incarnation, caller: Caller) -> None:
@@ -109,8 +120,21 @@ class Registry:
         """Call ``listener`` after every call that may have changed the version or the timer."""
         self._listeners.append(listener)
 
+    def holder(self, now_s: float, info: NodeInfo) -> SeatHolder | None:
+        """The live member that ``info`` may not push out, if there is one."""
+        seat = self._seats.get(info.identity.node_id)
+        if seat is None or now_s >= seat.heard_s + self._lease_ttl_s:
+            return None
+        holder = SeatHolder(
+            incarnation=seat.info.identity.incarnation,
+            address=seat.info.address,
+            num_signs=seat.num_signs,
+            draining=seat.status.draining,
+        )
+        return holder if holder_before(holder, info) else None
+
     def register(self, now_s: float, info: NodeInfo, status: NodeStatus) -> None:
-        """Seat a node, replacing an older incarnation of the same node id.
+        """Seat a node, replacing whoever has its node id; ``holder`` says who should not be.
 
         Raises:
             HelloRefused: contract facts differ from a live member's, or the registry is full.
@@ -122,8 +146,11 @@ class Registry:
         if len(others) >= MAX_MEMBERS:
             raise HelloRefused(f"the registry holds {MAX_MEMBERS} members, its maximum")
         nbytes = self._nbytes_with(node_id, info, status)
+        before = self._seats.get(node_id)
         self._remove(node_id)
-        self._seats[node_id] = _Seat(info=info, status=status, heard_s=now_s, nbytes=nbytes)
+        seat = _Seat(info=info, status=status, heard_s=now_s, nbytes=nbytes)
+        seat.num_signs = 0 if before is None else before.num_signs + 1
+        self._seats[node_id] = seat
         self._nbytes += nbytes
         self._publish(now_s)
 
@@ -141,6 +168,7 @@ class Registry:
         if seat.info.identity.incarnation != incarnation:
             return "superseded"
         seat.heard_s = now_s
+        seat.num_signs += 1
         nbytes = self._nbytes_with(node_id, seat.info, status)
         self._nbytes += nbytes - seat.nbytes
         before, seat.status, seat.nbytes = seat.status, status, nbytes
@@ -255,6 +283,9 @@ class RegistryService:
     async def _register(self, message: Register, caller: Caller) -> Answer:
         identity = message.info.identity
         _check_own(identity.node_id, identity.incarnation, caller)
+        holder = self._registry.holder(self._now_s(), message.info)
+        if holder is not None:
+            return Answer(outcome="taken", holder=holder)
         try:
             self._registry.register(self._now_s(), message.info, message.status)
         except HelloRefused as error:

@@ -12,7 +12,9 @@ restart of the registry the node registers again by itself. Knows no roles' work
                                           ▼
                                          ended, for good
 
-The last view stays readable while the registry is away.
+Whose node id another process has is told so at ``join`` once that one is known to be alive; one
+that was killed has the seat until its lease ends. The last view stays readable while the registry
+is away.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from transfer.membership import (
     MembershipView,
     NodeInfo,
     NodeStatus,
+    SeatHolder,
+    SeatTaken,
     Subscribers,
     Superseded,
     ViewCallback,
@@ -59,6 +63,7 @@ REQUEST_TIMEOUT_S = LIVENESS_S
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
 LOG_EVERY_S = 5.0  # while waiting for a registry
+TAKEN_RETRY_S = 0.25  # while another process has the seat, dead or alive
 LEAVE_TIMEOUT_S = 1.0
 WATCH_S = 30 * 24 * 3600.0  # streams need a deadline; a watch is simply renewed
 
@@ -152,10 +157,31 @@ class RegistryMembership(KeptSeat):
         await self._register()
 
     async def _register(self) -> None:
+        """Take the seat; while another process has it, find out whether that one is alive.
+
+        Raises:
+            SeatTaken: it is.
+            Superseded: it is, and has the seat that was ours.
+            HelloRefused: the contract differs.
+        """
+        before: SeatHolder | None = None
+        while (holder := await self._taken_by()) is not None:
+            if holder.is_alive(before):
+                error = SeatTaken(self._identity.node_id, holder)
+                raise Superseded(str(error)) if self._was_seated() else error
+            if before is None:
+                text = "%s waits until the seat of the process at %s is free, or that one is heard"
+                logger.warning(text, self._identity.node_id, holder.address)
+            before = holder if before is None else before
+            before = before if before.incarnation == holder.incarnation else holder
+            await asyncio.sleep(TAKEN_RETRY_S)
+
+    async def _taken_by(self) -> SeatHolder | None:
+        """Ask for the seat; return who has it instead."""
         if self._info is None:
-            return
+            return None
         try:
-            await self._request(Register(info=self._info, status=self._status()))
+            return (await self._request(Register(info=self._info, status=self._status()))).holder
         except RemoteFailed as error:
             if error.code == REFUSED:
                 raise HelloRefused(error.message) from error

@@ -16,13 +16,15 @@ from launch.config import GatewayOptions, JoinOptions, StoreOptions
 from launch.door_seat import EtcdSeat, RegistrySeat
 from launch.errors import ConfigError, StartError
 from launch.gateway_role import GatewayRole
+from launch.main import main
 from launch.seat import etcd_access, etcd_seat, no_renewal, outside_seat
 from launch.status import fetch
 from launch.store_role import StoreRole
-from tests.transfer.etcd_seats import SEEN_WITHIN_S, until
+from tests.transfer.etcd_seats import until
 from tests.transfer.etcd_server import EtcdServer, needs_etcd, running_etcd
 from transfer.etcd import EtcdMembership
 from transfer.identity import Role, new_identity
+from transfer.membership import SeatTaken
 from transfer.registry_client import RegistryMembership
 from transfer.zmq_network import ZmqNetwork
 
@@ -79,12 +81,12 @@ async def test_a_gateway_on_etcd_serves_without_it_and_says_so(etcd: EtcdServer)
 async def test_several_gateways_share_an_etcd_but_not_a_node_id(etcd: EtcdServer) -> None:
     async with gateway(etcd.url, "one") as one, gateway(etcd.url, "two") as two:
         await until(lambda: len(one._seat.membership.view.members) == 2)
-        async with gateway(etcd.url, "one"):
-            async with asyncio.timeout(SEEN_WITHIN_S):
-                failure = await one.failed()
-            assert isinstance(failure, ConfigError)
-            assert "--node-id one: another process joined etcd://" in str(failure)
-            assert not two._seat.membership.superseded
+        with pytest.raises(SeatTaken, match="node id one is taken: the process at"):
+            async with gateway(etcd.url, "one"):
+                pass
+        for first in (one, two):
+            assert not first._seat.membership.superseded
+            assert first._seat.membership.connected
 
 
 async def test_a_role_that_finds_no_etcd_in_time_names_it() -> None:
@@ -121,4 +123,21 @@ async def test_etcd_over_tls_is_verified(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(StartError, match="etcds://"):
             await fetch(options, 1.0)
         monkeypatch.setenv("KVFERRY_ETCD_CACERT", etcd.cacert)
-        assert (await fetch(options, 5.0)).members == ()
+        with pytest.raises(StartError, match="etcd answers, but no node is registered under the"):
+            await fetch(options, 5.0)
+
+
+async def test_a_name_that_nobody_has_joined_is_an_error_and_not_an_empty_table(
+    etcd: EtcdServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with gateway(etcd.url):
+        assert await asyncio.to_thread(main, ["status", "--join", etcd.url]) == 0
+        capsys.readouterr()
+        wrong = f"{etcd.url}-wrong"
+        clear = ["cache", "clear", "--all"]
+        for command in (["status"], ["status", "--json"], ["namespace"], clear):
+            assert await asyncio.to_thread(main, [*command, "--join", wrong]) == 1
+            said = capsys.readouterr()
+            assert f"--join {wrong}: etcd answers, but no node is registered under" in said.err
+            assert "spelled" in said.err
+            assert (said.out, said.err.count("\n")) == ("", 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.transfer.etcd_seats import SEEN_WITHIN_S, Detour, Member, coded, members, until
 from tests.transfer.etcd_server import EtcdServer, needs_etcd
@@ -22,7 +23,7 @@ from transfer.etcd.listing import Listing, list_keys
 from transfer.etcd.records import Keys, Record, encode_record
 from transfer.etcd.seat import LEASE_TTL_S
 from transfer.identity import NodeId, Role, new_identity
-from transfer.membership import NodeStatus, Superseded
+from transfer.membership import NodeStatus, SeatTaken, Superseded
 from transfer.zmq_network import ZmqNetwork
 
 pytestmark = [pytest.mark.net, needs_etcd]
@@ -121,22 +122,53 @@ async def test_of_nodes_that_differ_and_join_at_once_only_one_kind_gets_in(
         await asyncio.gather(*(seat.seat.leave() for seat in seats))
 
 
-async def test_the_last_process_with_a_node_id_has_the_seat(etcd: EtcdServer) -> None:
+def elsewhere(member: Member) -> Member:
+    member.info = structs.replace(member.info, address="tcp://elsewhere:1")
+    return member
+
+
+async def test_a_process_with_the_node_id_of_one_that_lives_is_refused(etcd: EtcdServer) -> None:
     async with members(etcd, "twin", "other") as (first, other):
-        second, seen = Member(etcd, "twin"), len(other.views)
-        await second.join()
-        await until(lambda: first.seat.superseded)
-        assert not second.seat.superseded
-        await until(lambda: not first.seat.alive)
-        await first.seat.leave()
+        stray, seen = elsewhere(Member(etcd, "twin")), len(other.views)
+        with pytest.raises(SeatTaken, match="node id twin is taken") as refused:
+            await stray.join()
+        assert first.identity.incarnation in str(refused.value)
+        assert first.info.address in str(refused.value)
+        await stray.seat.leave()
+        assert not first.seat.superseded
+        found = [m.info.identity for m in other.seat.view.members]
+        assert found == [other.identity, first.identity]
+        assert all("twin" in names for names in other.ever_seen()[seen:]), "it was never empty"
+
+
+@pytest.mark.usefixtures("short_leases")
+async def test_a_process_killed_and_started_elsewhere_has_its_seat_when_its_lease_ends(
+    etcd: EtcdServer,
+) -> None:
+    async with members(etcd, "twin", "other") as (first, other):
+        first.seat.abort()
+        again = elsewhere(Member(etcd, "twin"))
+        await again.join()
         await until(
             lambda: (
                 [m.info.identity for m in other.seat.view.members]
-                == [other.identity, second.identity]
+                == [other.identity, again.identity]
             )
         )
-        assert all("twin" in names for names in other.ever_seen()[seen:]), "it was never empty"
-        await second.seat.leave()
+        await again.seat.leave()
+
+
+@pytest.mark.usefixtures("long_leases")
+async def test_a_process_started_again_at_its_address_has_its_seat_at_once(
+    etcd: EtcdServer,
+) -> None:
+    async with members(etcd, "twin") as (first,):
+        again = Member(etcd, "twin")
+        assert again.info.address == first.info.address
+        await again.join()
+        await until(lambda: first.seat.superseded)
+        assert not again.seat.superseded
+        await again.seat.leave()
 
 
 async def test_a_twin_that_comes_before_the_first_view_is_noticed_with_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
 from transfer.errors import HelloRefused
 from transfer.identity import Identity, Incarnation, NodeId, Role
@@ -145,3 +146,35 @@ def test_random_histories_agree_with_a_naive_model(seed: int) -> None:
         assert got == {n: f"{n}/{seat[0]}" for n, seat in model.items()}
         assert list(got) == sorted(got)
         assert all(0 <= m.heartbeat_age_s < LEASE_TTL_S for m in view.members)
+
+
+def test_the_holder_of_a_seat_is_told_to_others_while_its_lease_runs() -> None:
+    registry = Registry()
+    holder = info("a")
+    registry.register(0.0, holder, NodeStatus())
+    elsewhere = structs.replace(info("a", 2), address="tcp://elsewhere:1")
+    first = registry.holder(0.1, elsewhere)
+    assert first is not None
+    assert (first.incarnation, first.address) == ("a/1", "tcp://a:1")
+    assert registry.holder(0.1, holder) is None, "its own"
+    assert registry.holder(0.1, info("a", 2)) is None, "started again at the same address"
+    nowhere = structs.replace(info("a", 2), address="")
+    assert registry.holder(0.1, nowhere) is not None, "no address is not the same address"
+    registry.forgive(0.2)
+    assert registry.holder(0.2, elsewhere) == first, "nobody has heard it"
+    beat(registry, 0.3, holder)
+    heard = registry.holder(0.3, elsewhere)
+    assert heard is not None
+    assert heard.is_alive(first)
+    assert registry.holder(0.3 + LEASE_TTL_S, elsewhere) is None
+
+
+def test_a_holder_that_registers_again_is_alive() -> None:
+    registry = Registry()
+    elsewhere = structs.replace(info("a", 2), address="tcp://elsewhere:1")
+    registry.register(0.0, info("a"), NodeStatus())
+    first = registry.holder(0.0, elsewhere)
+    registry.register(0.1, info("a"), NodeStatus())
+    again = registry.holder(0.1, elsewhere)
+    assert again is not None
+    assert again.is_alive(first)

@@ -16,7 +16,7 @@ from transfer.channel import Hello, Service
 from transfer.errors import HelloRefused, PeerClosed, PeerLost, PeerUnreachable, RemoteFailed
 from transfer.identity import Role
 from transfer.kept_seat import first_failure
-from transfer.membership import MembershipView, NodeInfo, NodeStatus, Superseded
+from transfer.membership import MembershipView, NodeInfo, NodeStatus, SeatTaken, Superseded
 from transfer.registry import (
     GAUGE_INTERVAL_S,
     HEARTBEAT_S,
@@ -201,24 +201,92 @@ def test_a_stopped_registry_removes_nobody_when_it_wakes() -> None:
     simulate(body)
 
 
-def test_a_second_process_with_the_same_node_id_wins_and_the_first_stops() -> None:
+def twin_of_a(cluster: SimCluster, name: str, address: str) -> Seat:
+    """Another process, with the node id of "a"."""
+    twin = Seat(cluster, name)
+    twin.info = NodeInfo(identity=twin.node.identity(Role.PREFILL, "a"), address=address)
+    twin.membership = RegistryMembership(twin.node.network, JOIN, twin.info.identity)
+    return twin
+
+
+def test_a_second_process_with_the_node_id_of_one_that_lives_is_refused() -> None:
+    async def body(cluster: SimCluster) -> None:
+        registry, _ = await start_gateway(cluster)
+        first = Seat(cluster, "a")
+        await first.join()
+        stray = twin_of_a(cluster, "elsewhere", "sim://elsewhere:1")
+        start_s = cluster.now_s
+        with pytest.raises(SeatTaken) as refused:
+            await stray.join()
+        for part in ("node id a", "sim://a:1", first.info.identity.incarnation, "--node-id"):
+            assert part in str(refused.value)
+        assert cluster.now_s - start_s <= 2 * HEARTBEAT_S
+        await asyncio.sleep(10)
+        (member,) = registry.view(0).members
+        assert member.info == first.info
+        assert first.membership.connected
+        assert not first.membership.superseded
+        assert not stray.membership.alive
+
+    simulate(body)
+
+
+def test_a_process_killed_and_started_elsewhere_has_its_seat_when_its_lease_ends() -> None:
+    async def body(cluster: SimCluster) -> None:
+        registry, _ = await start_gateway(cluster)
+        await Seat(cluster, "a").join()
+        await asyncio.sleep(10)
+        cluster.crash("a")
+        again = twin_of_a(cluster, "elsewhere", "sim://elsewhere:1")
+        start_s = cluster.now_s
+        await again.join()
+        assert cluster.now_s - start_s <= LEASE_TTL_S + 0.5
+        assert [m.info for m in registry.view(0).members] == [again.info]
+
+    simulate(body)
+
+
+def test_a_process_started_again_at_its_address_has_its_seat_at_once() -> None:
+    async def body(cluster: SimCluster) -> None:
+        await start_gateway(cluster)
+        await Seat(cluster, "a").join()
+        cluster.crash("a")
+        start_s = cluster.now_s
+        await twin_of_a(cluster, "elsewhere", "sim://a:1").join()
+        assert cluster.now_s - start_s < 0.1
+
+    simulate(body)
+
+
+def test_a_process_waits_for_the_seat_of_one_that_drains() -> None:
+    async def body(cluster: SimCluster) -> None:
+        registry, _ = await start_gateway(cluster)
+        old = Seat(cluster, "a")
+        old.status = NodeStatus(draining=True)
+        await old.join()
+        new = twin_of_a(cluster, "elsewhere", "sim://elsewhere:1")
+        joining = new.node.spawn(new.join())
+        await asyncio.sleep(10)
+        assert not joining.done()
+        await old.node.run(old.membership.leave())
+        await joining
+        assert [m.info for m in registry.view(0).members] == [new.info]
+
+    simulate(body)
+
+
+def test_a_process_whose_seat_another_one_got_while_it_stood_still_does_not_take_it_back() -> None:
     async def body(cluster: SimCluster) -> None:
         registry, _ = await start_gateway(cluster)
         old = Seat(cluster, "a")
         await old.join()
-        twin = Seat(cluster, "elsewhere")
-        twin.info = NodeInfo(
-            identity=twin.node.identity(Role.PREFILL, "a"), address="sim://elsewhere:1"
-        )
-        twin.membership = RegistryMembership(twin.node.network, JOIN, twin.info.identity)
-        await twin.join()
-        await asyncio.sleep(10)
-        (member,) = registry.view(0).members
-        assert member.info == twin.info
-        assert not old.membership.connected
-        assert old.membership.superseded
-        assert twin.membership.connected
-        assert not twin.membership.superseded
+        cluster.pause("a")
+        new = twin_of_a(cluster, "elsewhere", "sim://elsewhere:1")
+        await new.join()
+        cluster.resume("a")
+        await cluster.until(lambda: old.membership.superseded, timeout_s=10)
+        assert [m.info for m in registry.view(0).members] == [new.info]
+        assert new.membership.connected
 
     simulate(body)
 

@@ -33,13 +33,22 @@ from transfer.etcd.lease import LeaseHistory, Stays
 from transfer.etcd.listing import Listing, list_keys
 from transfer.etcd.records import Keys, Record, encode_record
 from transfer.identity import Identity, new_identity
-from transfer.membership import NodeInfo, NodeStatus, Superseded, check_contract
+from transfer.membership import (
+    NodeInfo,
+    NodeStatus,
+    SeatHolder,
+    SeatTaken,
+    Superseded,
+    check_contract,
+    holder_before,
+)
 from transfer.registry import MAX_MEMBERS
 
 logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 5  # etcd's least is 1.5 of its election timeout: 2 s unless its operator says else
 MAX_JOIN_ATTEMPTS = 64  # lost races against others that join, before it backs off
+TAKEN_RETRY_S = 0.25  # while another process has the seat, dead or alive
 JOIN_PAUSE_S = 0.05  # at most, after a lost race
 LEASE_NOT_FOUND = "etcd-5"
 
@@ -91,7 +100,8 @@ class Seat:
 
         Raises:
             HelloRefused: the contract differs, or the cluster is full.
-            Superseded: another process has the node id.
+            SeatTaken: another process has the node id, and is alive.
+            Superseded: another process has the node id by now.
         """
         if self.lease is not None:
             try:
@@ -198,8 +208,7 @@ class Seat:
     async def _register(self, client: EtcdClient, before: Stays) -> None:
         lease: int | None = None
         for _ in range(MAX_JOIN_ATTEMPTS):
-            asked_s = asyncio.get_running_loop().time()
-            listing = await list_keys(client, self._keys)
+            listing, asked_s = await self._list_without_holder(client)
             self._check_fits(listing)
             if lease is None:
                 self._come_back(listing, before)
@@ -210,6 +219,45 @@ class Seat:
                 return
             await asyncio.sleep(self._rng.uniform(0.0, JOIN_PAUSE_S))
         raise PeerLost(f"{MAX_JOIN_ATTEMPTS} others joined first, each time")
+
+    async def _list_without_holder(self, client: EtcdClient) -> tuple[Listing, float]:
+        """Return the members, and when they were asked for, once none of them has the seat.
+
+        A process that was killed has it until its lease ends; one that lives writes its record
+        again, at least every ``REFRESH_S``.
+
+        Raises:
+            SeatTaken: the holder has done so.
+        """
+        before: SeatHolder | None = None
+        while True:
+            asked_s = asyncio.get_running_loop().time()
+            listing = await list_keys(client, self._keys)
+            holder = self._holder(listing)
+            if holder is None:
+                return listing, asked_s
+            if holder.is_alive(before):
+                raise SeatTaken(self.info.identity.node_id, holder)
+            if before is None:
+                text = "%s waits until the seat of the process at %s is free, or that one is heard"
+                logger.warning(text, self.info.identity.node_id, holder.address)
+            if before is None or before.incarnation != holder.incarnation:
+                before = holder
+            await asyncio.sleep(TAKEN_RETRY_S)
+
+    def _holder(self, listing: Listing) -> SeatHolder | None:
+        """Who keeps this process from its first seat; later ``_check_mine`` judges."""
+        kv = next((kv for kv in listing.kvs if kv.key == self.key), None)
+        record = None if kv is None or self._joined else self._keys.record(kv.key, kv.value)
+        if kv is None or record is None:
+            return None
+        holder = SeatHolder(
+            incarnation=record.info.identity.incarnation,
+            address=record.info.address,
+            num_signs=kv.mod_revision,
+            draining=record.status.draining,
+        )
+        return holder if holder_before(holder, self.info) else None
 
     def _check_fits(self, listing: Listing) -> None:
         """Check who is there already, by node id."""
