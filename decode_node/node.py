@@ -226,6 +226,7 @@ class DecodeNode:
             "num_tokens_waiting": float(missing),
             "num_pages": float(self._allocator.num_pages - 1),
             "num_free_pages": float(self._allocator.num_free + self._cache.num_evictable),
+            "num_evictable_pages": float(self._cache.num_evictable),
             "num_cached_pages": float(len(self._cache)),
             "num_pulling": float(self._fetcher.num_pulling),
             "num_pages_in_transfer": float(self._holds.num_held),

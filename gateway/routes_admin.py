@@ -79,11 +79,13 @@ async def explain(request: Request) -> Response:
 @router.post("/cache/clear")
 async def clear_cache(request: Request) -> Response:
     gateway = gateway_of(request)
-    namespace = _namespace(gateway, await _clear_body(request))
+    order = await _clear_body(request)
+    namespace = _namespace(gateway, order)
     deadline_s = asyncio.get_running_loop().time() + CLEAR_S
     nodes = await gateway.dispatcher.clear_caches(namespace, deadline_s=deadline_s)
     report = {
         "namespace": None if namespace is None else namespace.hex(),
+        "named_by": _named_by(gateway, order),
         "pages": {role: sum(n.num_pages for n in nodes if n.role == role) for role in _CLEARED},
         "nodes": [node._asdict() for node in nodes],
     }
@@ -124,6 +126,15 @@ def _namespace(gateway: Gateway, body: ClearBody) -> bytes | None:
     if facts is None:
         raise NoCapacity("no node has stated its model yet: give the namespace in hex")
     return facts.namespace(body.salt, body.adapter)
+
+
+def _named_by(gateway: Gateway, order: ClearBody) -> dict[str, str | None] | None:
+    """What the namespace was computed from; None: it was given as it is, or all were."""
+    if order.all or order.namespace is not None:
+        return None
+    facts = gateway.dispatcher.facts
+    model = gateway.config.model if facts is None else facts.model
+    return {"model": model, "salt": order.salt, "adapter": order.adapter}
 
 
 async def _tokens(gateway: Gateway, body: ExplainBody) -> list[int]:

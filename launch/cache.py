@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.cluster import ModelFacts, model_facts
 from launch.config import DEFAULT_JOIN, JoinOptions
-from launch.errors import ConfigError, StartError
+from launch.errors import ConfigError, NothingHeld, StartError
 from launch.http_client import post_json
 from launch.status import fetch, only_the_error_line
 from transfer.identity import Role
@@ -58,8 +58,8 @@ def _check_model(model: str | None, facts: ModelFacts) -> None:
         raise ConfigError(f"--model {model}: this cluster serves {facts.model}: ask another --join")
 
 
-def clear(view: MembershipView, order: dict[str, Any], admin_token: str | None) -> list[str]:
-    """Have the gateway clear what ``order`` says (``POST /admin/cache/clear``); return the report.
+def clear(view: MembershipView, order: dict[str, Any], admin_token: str | None) -> dict[str, Any]:
+    """Have the gateway clear what ``order`` says (``POST /admin/cache/clear``); return its answer.
 
     Raises:
         StartError: no gateway, or not everything could be cleared: the message says what.
@@ -76,7 +76,7 @@ def clear(view: MembershipView, order: dict[str, Any], admin_token: str | None) 
         raise StartError(f"{url}: nobody answers: is the gateway reachable from here?")
     body = response.body if isinstance(response.body, dict) else {}
     if response.status == 200:
-        return _report(body)
+        return body
     said = body.get("error", {}).get("message", f"status {response.status}")
     if "nodes" not in body:
         raise ConfigError(f"{url}: {said}")
@@ -84,7 +84,32 @@ def clear(view: MembershipView, order: dict[str, Any], admin_token: str | None) 
     raise StartError(f"{said}: {'; '.join(missed)}")
 
 
-def _report(body: dict[str, Any]) -> list[str]:
+def nothing_held(body: dict[str, Any]) -> NothingHeld | None:
+    """Return why a clear that found no pages is worth a look; None when it is not.
+
+    Nothing at all under a name is mostly a name that is misspelled. A cluster that holds nothing is
+    as ``--all`` wants it.
+    """
+    if body["namespace"] is None or any(node["num_pages"] for node in body["nodes"]):
+        return None
+    named, how = body.get("named_by"), "as given"
+    checks = "Is it the name that `kvferry namespace` prints?"
+    if named is not None:
+        parts = [f"{name} {named[name]!r}" for name in ("model", "salt", "adapter") if named[name]]
+        missing = [f"no {name}" for name in ("salt", "adapter") if not named[name]]
+        how = "computed from " + ", ".join(parts + missing)
+        checks = (
+            "Are salt and adapter spelled as the requests have them (cache_salt), case and all?"
+        )
+    return NothingHeld(
+        f"no pages under namespace {body['namespace']} ({how}): nothing was cleared. {checks} "
+        "Is --join the cluster that served them? `kvferry status` lists the namespaces that hold "
+        "pages; they may also have been evicted or cleared before"
+    )
+
+
+def report(body: dict[str, Any]) -> list[str]:
+    """Return what each node forgot, for people."""
     lines = [f"namespace {body['namespace'] or '(all)'}"]
     for node in body["nodes"]:
         lines.append(f"{node['node_id']}  {node['role']}  {node['num_pages']} pages")

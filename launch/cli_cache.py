@@ -58,13 +58,18 @@ def clear(
     secret_file: SecretFile = None,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Make all nodes forget the pages of one namespace, on every tier."""
+    """Make all nodes forget the pages of one namespace, on every tier.
+
+    Exit code 4: no node held a page under that namespace.
+    """
     from launch import cache
 
     parts = {"model": model, "salt": salt, "adapter": adapter}
     order = _order(namespace, {k: v for k, v in parts.items() if v is not None}, everything)
-    for line in cache.clear(cache.find(join, secret_file, timeout), order, admin_token):
-        print(line)
+    done = cache.clear(cache.find(join, secret_file, timeout), order, admin_token)
+    print("\n".join(cache.report(done)))
+    if (missed := cache.nothing_held(done)) is not None:
+        raise missed
 
 
 def _order(namespace: str | None, parts: dict[str, str], everything: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from launch.config import Options
+from launch.config import Options, option_of
 from launch.errors import ConfigError
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -24,7 +24,6 @@ ENVIRONMENT = {
     "admin_token": "KVFERRY_ADMIN_TOKEN",
     "inject": "KVFERRY_INJECT",
 }
-NAMES = {"as_json": "--json"}  # where an option is not called as its field
 HIDDEN = {"fake_step_delay", "fake_token_delay"}
 
 
@@ -41,6 +40,8 @@ def _metavar(annotation: Any) -> str:
     kind = members[0] if members else annotation
     if Literal in (get_origin(annotation), get_origin(kind)):
         return "NAME"
+    if len(members) > 1 and get_origin(annotation) is not tuple:
+        return "TEXT"
     return {int: "INT", float: "NUMBER"}.get(kind, "TEXT")
 
 
@@ -54,7 +55,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """Return the option of one field: a flag, a repeatable option, or one with a value."""
     is_flag, repeats = field.annotation is bool, get_origin(field.annotation) is tuple
     option = typer.Option(
-        NAMES.get(name, f"--{name.replace('_', '-')}"),
+        option_of(name),
         help=_help(field.annotation, field.description),
         metavar=None if is_flag else _metavar(field.annotation),
         envvar=ENVIRONMENT.get(name),

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from launch.config import (
     UpOptions,
 )
 from launch.errors import LaunchError, StartError
+from launch.event_ports import check_event_ports, port_of
 from launch.http_client import get_json
 from launch.ports import check_free, free_port, url_host
 from launch.progress import say
@@ -67,7 +68,18 @@ def with_ports(options: UpOptions) -> UpOptions:
     join_port = wanted or free_port(options.host)
     check_free(options.host, port, "--port")
     check_free(options.host, join_port, "--join-port")
+    check_event_ports(options, num_nodes(options))
     return options.model_copy(update={"port": port, "join_port": join_port})
+
+
+def num_nodes(options: UpOptions) -> int:
+    """Return how many processes publish KV events: all but the gateway."""
+    return options.num_stores + options.prefill + options.decode
+
+
+def join_url(options: UpOptions) -> str:
+    """Return the address of the gateway's registry. The ports must be real."""
+    return f"tcp://{url_host(options.advertise_host or options.host)}:{options.join_port}"
 
 
 def plan(options: UpOptions) -> list[ChildSpec]:
@@ -75,8 +87,7 @@ def plan(options: UpOptions) -> list[ChildSpec]:
     common: dict[str, Any] = {"host": options.host, "drain_timeout": options.drain_timeout}
     common |= {"log_level": options.log_level, "secret_file": options.secret_file}
     common |= {"advertise_host": options.advertise_host}
-    registry_host = url_host(options.advertise_host or options.host)
-    join: dict[str, Any] = {"join": f"tcp://{registry_host}:{options.join_port}"}
+    join: dict[str, Any] = {"join": join_url(options)}
     join |= {"transfer": options.transfer, "join_timeout": options.start_timeout}
     join |= {"inject": options.inject}
     env = python_path()
@@ -89,16 +100,20 @@ def plan(options: UpOptions) -> list[ChildSpec]:
         model=options.model,
     )
     specs = [ChildSpec("gateway", command("gateway", *gateway.argv()), env)]
-    for number in range(1, options.store + 1):
+    ports = (port_of(options, index) for index in count())
+    for number in range(1, options.num_stores + 1):
         name = f"store-{number}"
-        store = StoreOptions.of(**common, **join, node_id=name, **pages_of(options, name))
+        own = pages_of(options, name) | next(ports)
+        store = StoreOptions.of(**common, **join, node_id=name, **own)
         specs.append(ChildSpec(name, command("store", *store.argv()), env, stop_order=1))
     gpus = gpu_deal(options.gpus)
     compute = {field: getattr(options, field) for field in _COMPUTE_FIELDS} | common | join
-    for role, count in (("prefill", options.prefill), ("decode", options.decode)):
-        for number in range(1, count + 1):
+    compute |= {"store": options.engine}
+    for role, wanted in (("prefill", options.prefill), ("decode", options.decode)):
+        for number in range(1, wanted + 1):
             name = f"{role}-{number}"
-            node = NodeOptions.of(**(compute | {"node_id": name, "gpus": next(gpus)}))
+            own = {"node_id": name, "gpus": next(gpus), **next(ports)}
+            node = NodeOptions.of(**(compute | own))
             specs.append(ChildSpec(name, command(role, *node.argv()), env, stop_order=1))
     return specs
 
@@ -136,6 +151,11 @@ class LocalCluster:
     @property
     def url(self) -> str:
         return f"http://{url_host(self.options.host)}:{self.options.port}"
+
+    @property
+    def join_url(self) -> str:
+        """Where further nodes join, and where ``kvferry status`` looks."""
+        return join_url(self.options)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -187,7 +207,7 @@ class LocalCluster:
 
     async def _wait_ready(self) -> None:
         options = self.options
-        wanted = {"store": options.store, "prefill": options.prefill, "decode": options.decode}
+        wanted = {"store": options.num_stores, "prefill": options.prefill, "decode": options.decode}
         while True:
             if await asyncio.to_thread(self._serves, wanted):
                 return

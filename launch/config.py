@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from launch.errors import ConfigError
 from launch.model_store import DEFAULT_MODEL
+from launch.option_words import refusal
 from transfer.etcd import is_etcd, parse_address
 from transfer.identity import check_node_id
 
@@ -30,11 +31,19 @@ Attention = Literal["auto", "torch", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Eviction = Literal["lru", "lfu", "slru", "fifo", "heat"]
 
+OPTION_NAMES = {"as_json": "--json"}  # where an option is not called as its field
 ETCD_FORM = "etcd://HOST:2379/NAME"
+MOONCAKE_FORM = "mooncake://MASTER:PORT"
+STORES_MAX = 64  # that one `up` starts
 INJECT_HELP = "Faults to inject into transfers, for tests; needs KVFERRY_ALLOW_INJECT=1."
 SECRET_FILE_HELP = "File with the cluster secret [env: KVFERRY_SECRET, the secret itself]."
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+
+
+def option_of(field: str) -> str:
+    """Return how the option of a field is written."""
+    return OPTION_NAMES.get(field, f"--{field.replace('_', '-')}")
 
 
 def checked_join(value: str) -> str:
@@ -78,10 +87,8 @@ class Options(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            option = "--" + str(first["loc"][0]).replace("_", "-")
-            reason = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{option} {first['input']}: {reason}") from error
+            option = option_of(str(error.errors()[0]["loc"][0]))
+            raise ConfigError(refusal(option, error, cls.model_fields)) from error
 
     def argv(self, *names_left_out: str) -> list[str]:
         """Return the options that differ from their defaults, as command line arguments."""
@@ -91,7 +98,7 @@ class Options(BaseModel):
             if value == field.default or name in names_left_out:
                 continue
             for one in value if isinstance(value, tuple) else (value,):
-                arguments += [f"--{name.replace('_', '-')}", str(one)]
+                arguments += [option_of(name), str(one)]
         return arguments
 
 
@@ -141,7 +148,19 @@ class PageStoreOptions(Options):
     low_watermark: float = Field(0.9, ge=0, le=1, description="Fraction down to which they are.")
 
 
-class StoreOptions(JoinOptions, PageStoreOptions):
+class EventOptions(Options):
+    """Where nodes publish their KV events. With several nodes these are the ports of the first;
+    each further one takes the next (``event_ports.py``)."""
+
+    kv_events_port: int = Field(
+        0, ge=0, le=65535, description="Port of KV events (ZeroMQ PUB); 0 takes a free one."
+    )
+    kv_events_replay_port: int = Field(
+        0, ge=0, le=65535, description="Port of requests for old ones; 0 takes a free one."
+    )
+
+
+class StoreOptions(JoinOptions, PageStoreOptions, EventOptions):
     """``kvferry store``."""
 
 
@@ -163,11 +182,11 @@ class ComputeOptions(Options):
     fake_token_delay: float = Field(0.0, ge=0, description="Fake model: seconds added per token.")
 
 
-class NodeOptions(JoinOptions, ComputeOptions):
+class NodeOptions(JoinOptions, ComputeOptions, EventOptions):
     """``kvferry prefill`` and ``kvferry decode``."""
 
     store: str | None = Field(
-        None, description="mooncake://MASTER:PORT; the cluster's own store nodes by default."
+        None, description=f"{MOONCAKE_FORM}; the cluster's own store nodes by default."
     )
     cores: str | None = Field(None, description="Cores to use: 0,1 or 0-3.")
     gpus: str | None = Field(None, description="GPUs: with --count N, dealt out to N processes.")
@@ -215,12 +234,15 @@ class GatewayOptions(Options):
         return self.port + JOIN_PORT_OFFSET if self.port else 0
 
 
-class UpOptions(ComputeOptions, PageStoreOptions):
+class UpOptions(ComputeOptions, PageStoreOptions, EventOptions):
     """``kvferry up``: a whole cluster on this machine. ``ssd`` holds a directory per store."""
 
     prefill: int = Field(1, ge=0, le=64, description="Prefill processes.")
     decode: int = Field(1, ge=1, le=64, description="Decode processes.")
-    store: int = Field(1, ge=0, le=64, description="Store processes.")
+    store: int | str = Field(
+        1,
+        description=f"Store processes, or {MOONCAKE_FORM}: an engine that exists, and no process.",
+    )
     transfer: TransferName = Field(
         "auto", description="Transport of KV pages; loopback: one process."
     )
@@ -229,3 +251,22 @@ class UpOptions(ComputeOptions, PageStoreOptions):
     join_port: int | None = Field(None, ge=0, le=65535, description="Port nodes join at.")
     gpus: str | None = Field(None, description="GPUs, dealt out to prefill and decode processes.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until everything must serve.")
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _store_is_a_number_or_an_address(cls, value: int | str) -> int | str:
+        if "://" in str(value):
+            return value  # page_store.py reads it
+        if re.fullmatch(r"\d{1,4}", str(value)) and int(value) <= STORES_MAX:
+            return int(value)
+        raise ValueError(f"give a number of processes from 0 to {STORES_MAX}, or {MOONCAKE_FORM}")
+
+    @property
+    def num_stores(self) -> int:
+        """Store processes to start."""
+        return self.store if isinstance(self.store, int) else 0
+
+    @property
+    def engine(self) -> str | None:
+        """Address of the engine that keeps the pages, if it is not the cluster's own stores."""
+        return self.store if isinstance(self.store, str) else None

@@ -7,13 +7,17 @@ line, and is printed as ``kvferry: error: <message>``. Knows no command.
 
     LaunchError
     ├── ConfigError   exit 2: what was asked for cannot work; starting it again cannot either
-    └── StartError    exit 1: the world said no (nobody answers, a child died, out of memory)
+    ├── StartError    exit 1: the world said no (nobody answers, a child died, out of memory)
+    └── NothingHeld   exit 4: it was done, and there was nothing to do it to
+
+(3 is ``kvferry doctor``'s: measured, and not what was required.)
 """
 
 from __future__ import annotations
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_NOTHING = 4
 EXIT_ABORTED = 130  # second signal: stopped at once, nothing drained
 
 
@@ -34,3 +38,9 @@ class ConfigError(LaunchError):
 
 class StartError(LaunchError):
     """It could have worked, but the world said no."""
+
+
+class NothingHeld(LaunchError):
+    """What was asked for was done to nothing: mostly a name that is misspelled."""
+
+    exit_code = EXIT_NOTHING

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import count
 
 from launch import model_store, process_env
-from launch.cluster import pages_of
+from launch.cluster import join_url, pages_of
 from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.errors import LaunchError
+from launch.event_ports import port_of
 from launch.gateway_role import GatewayRole
 from launch.node_role import NodeRole, NodeRoleName
 from launch.ports import url_host
@@ -36,7 +38,7 @@ class InProcessCluster:
         self.options = options
         shared = {name: getattr(options, name) for name in _SHARED}
         join = {
-            "join": f"tcp://{url_host(options.host)}:{options.join_port}",
+            "join": join_url(options),
             "transfer": "loopback",
             "inject": options.inject,
         }
@@ -49,25 +51,35 @@ class InProcessCluster:
                 model=options.model,
             )
         )
+        ports = (port_of(options, index) for index in count())
         self._stores = [
             StoreRole(
                 StoreOptions.of(
-                    **shared, **join, node_id=f"store-{n}", **pages_of(options, f"store-{n}")
+                    **shared,
+                    **join,
+                    node_id=f"store-{n}",
+                    **pages_of(options, f"store-{n}"),
+                    **next(ports),
                 )
             )
-            for n in range(1, options.store + 1)
+            for n in range(1, options.num_stores + 1)
         ]
         compute = {name: getattr(options, name) for name in ComputeOptions.model_fields}
+        compute |= shared | join | {"store": options.engine}
         self._node_options: list[tuple[NodeRoleName, NodeOptions]] = [
-            (role, NodeOptions.of(**(compute | shared | join | {"node_id": f"{role}-{n}"})))
-            for role, count in _counts(options)
-            for n in range(1, count + 1)
+            (role, NodeOptions.of(**(compute | {"node_id": f"{role}-{n}"} | next(ports))))
+            for role, wanted in _counts(options)
+            for n in range(1, wanted + 1)
         ]
         self._nodes: list[NodeRole] = []
 
     @property
     def url(self) -> str:
         return f"http://{url_host(self.options.host)}:{self.options.port}"
+
+    @property
+    def join_url(self) -> str:
+        return join_url(self.options)
 
     async def start(self) -> None:
         """Load the engines and start every role."""

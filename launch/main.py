@@ -22,6 +22,7 @@ from launch.cli_options import checked_timeout, command_of
 from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.doctor import options as doctor
 from launch.errors import EXIT_ABORTED, EXIT_CONFIG, LaunchError
+from launch.output import hold_standard_streams, write_line
 
 # typer does not export the base of its usage errors, and where it lives depends on the version
 _UsageError: type[Exception] = next(
@@ -117,6 +118,7 @@ def version() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
+    hold_standard_streams()
     process_env.die_with_parent()
     exit_code = _run(argv)
     if argv is None:  # the process is ours
@@ -150,7 +152,7 @@ def _fail_usage(error: Any) -> int:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    print(f"kvferry: error: {message}", file=sys.stderr, flush=True)
+    write_line(f"kvferry: error: {message}", sys.stderr)
     return exit_code
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launch import model_store, process_env
 from launch.cluster import command, gpu_deal, python_path
-from launch.config import NodeOptions
+from launch.config import NodeOptions, option_of
 from launch.errors import LaunchError
+from launch.event_ports import check_event_ports, port_of
 from launch.runtime import config_errors, run_role, setup_logging
 from launch.supervisor import ChildSpec, Supervisor
 from transfer.identity import Role
@@ -35,6 +36,7 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
     """Run ``kvferry prefill`` or ``kvferry decode`` to its end."""
     setup_logging(options.log_level)
     options.refuse_loopback()
+    check_event_ports(options, options.count)
     if options.count > 1:
         run_role(NodeGroup(role, options), drain_timeout_s=options.drain_timeout)
         return
@@ -42,7 +44,7 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
     from launch.parts import read_secret, transfer_config
 
     transfer_config(options, read_secret(options))  # refused before anything is set or read
-    check_store(options)
+    check_store(options.store)
     model = model_store.resolve(options.model)
     num_threads = process_env.apply(cores=options.cores, threads=options.threads, gpus=options.gpus)
     logger.info("%s: loading the engine", options.node_id or role)
@@ -147,7 +149,9 @@ class NodeGroup:
             own = ["--node-id", name] if options.node_id else []
             gpu = next(gpus)
             own += ["--gpus", gpu] if gpu is not None else []
-            arguments = [*options.argv("count", "node_id", "gpus"), *own]
+            ports = port_of(options, number - 1)
+            own += [part for field, port in ports.items() for part in (option_of(field), str(port))]
+            arguments = [*options.argv("count", "node_id", "gpus", *ports), *own]
             specs.append(ChildSpec(name, command(role, *arguments), python_path()))
         self._supervisor = Supervisor(specs)
 

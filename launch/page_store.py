@@ -6,9 +6,6 @@ Owns the choice by the address of ``--store``. Knows no roles and no pools.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-
-from msgspec import structs
 
 from kvstore.client.store_client import StoreClient
 from kvstore.mooncake import MooncakeConfig, MooncakeStore, MooncakeUnavailable
@@ -19,13 +16,8 @@ from launch.config import NodeOptions
 from launch.errors import ConfigError
 from launch.parts import Parts
 from launch.runtime import config_errors
-from launch.seat import SeatAround
-from transfer.membership import (
-    PAGE_STORE_FACT,
-    Membership,
-    NodeInfo,
-    NodeStatus,
-)
+from launch.seat import StatingSeat
+from transfer.membership import PAGE_STORE_FACT, Membership
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +30,27 @@ def mooncake_config(options: NodeOptions) -> MooncakeConfig | None:
     """
     if options.store is None:
         return None
-    with config_errors(f"--store {options.store}"):
-        return MooncakeConfig.of_url(options.store, host=options.advertise_host or options.host)
+    return _config_of(options.store, options.advertise_host or options.host)
 
 
-def check_store(options: NodeOptions) -> None:
+def _config_of(url: str, host: str) -> MooncakeConfig:
+    with config_errors(f"--store {url}"):
+        return MooncakeConfig.of_url(url, host=host)
+
+
+def check_store(url: str | None) -> None:
     """Refuse an address or a machine that cannot work, before anything is loaded.
 
     Raises:
         ConfigError: the address is wrong, or a library is missing.
     """
-    if mooncake_config(options) is None:
+    if url is None:
         return
+    _config_of(url, "127.0.0.1")
     try:
         Library()
     except MooncakeUnavailable as error:
-        raise ConfigError(f"--store {options.store}: {error}") from error
+        raise ConfigError(f"--store {url}: {error}") from error
 
 
 def make_store(options: NodeOptions, parts: Parts, spec: PageSpec) -> PageStore:
@@ -84,16 +81,4 @@ def stated(options: NodeOptions, membership: Membership) -> Membership:
     config = mooncake_config(options)
     if config is None:
         return membership
-    return _StatingSeat(membership, f"mooncake://{config.master}")
-
-
-class _StatingSeat(SeatAround):
-    """A seat that adds one fact to what its node says when it joins."""
-
-    def __init__(self, seat: Membership, address: str) -> None:
-        super().__init__(seat)
-        self._address = address
-
-    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
-        contract = {**info.contract, PAGE_STORE_FACT: self._address}
-        await super().join(structs.replace(info, contract=contract), status)
+    return StatingSeat(membership, contract={PAGE_STORE_FACT: f"mooncake://{config.master}"})

@@ -12,8 +12,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.config import JoinOptions, Options, UpOptions
+from launch.config import EventOptions, JoinOptions, Options, UpOptions
 from launch.errors import ConfigError, LaunchError, StartError
+from launch.event_ports import EventNetwork, EventPorts, ports_of
 from launch.ports import url_host
 from launch.runtime import broken, config_errors
 from launch.seat import CountedSeat, outside_seat
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "KVFERRY_SECRET"
 MIN_SECRET_NCHARS = 16  # whoever hears a handshake can try short ones at leisure
+WILDCARDS = ("0.0.0.0", "::", "*")
 ALLOW_INJECT_VARIABLE = "KVFERRY_ALLOW_INJECT"
 
 
@@ -62,8 +64,11 @@ def read_secret(options: Options) -> str | None:
     return secret or None
 
 
-def make_network(secret: str | None) -> ZmqNetwork:
-    return ZmqNetwork(allow_remote=secret is not None, secret=secret)
+def make_network(secret: str | None, events: EventPorts | None = None) -> ZmqNetwork:
+    """Return the channels of one process; those of a node, if it publishes at ``events``."""
+    if events is None:
+        return ZmqNetwork(allow_remote=secret is not None, secret=secret)
+    return EventNetwork(events, allow_remote=secret is not None, secret=secret)
 
 
 def transfer_config(options: JoinOptions | UpOptions, secret: str | None) -> TransferConfig:
@@ -74,7 +79,12 @@ def transfer_config(options: JoinOptions | UpOptions, secret: str | None) -> Tra
             are to be injected without permission or by a bad rule.
     """
     _check_inject(options.inject)
-    with config_errors("--transfer"):
+    if options.host in WILDCARDS and options.advertise_host is None:
+        raise ConfigError(
+            f"--host {options.host}: every address of this machine, and none that others reach: "
+            "give one of them, or --advertise-host with the one that others are to use"
+        )
+    with config_errors(f"--transfer {options.transfer}"):
         return TransferConfig.model_validate(
             {
                 "transport": options.transfer,
@@ -94,12 +104,12 @@ def _check_inject(rules: str | None) -> None:
             f"--inject {rules}: breaks transfers on purpose and is not allowed here: set "
             f"{ALLOW_INJECT_VARIABLE}=1 in the environment of a test system, or leave --inject out"
         )
-    with config_errors("--inject"):
+    with config_errors(f"--inject {rules}"):
         parse_rules(rules)
 
 
 def make_transfer(options: JoinOptions, secret: str | None) -> TransferEngine:
-    with config_errors("--transfer"):
+    with config_errors(f"--transfer {options.transfer}"):
         return TransferEngine(transfer_config(options, secret))
 
 
@@ -120,7 +130,8 @@ class Parts:
         secret = read_secret(options)
         self.options = options
         self.identity = new_identity(role, options.node_id)
-        self.network = make_network(secret)
+        events = ports_of(options) if isinstance(options, EventOptions) else None
+        self.network = make_network(secret, events)
         self.transfer = make_transfer(options, secret)
         seat = outside_seat(options.join, self.network, self.identity, renewed=self._renew)
         self.membership = CountedSeat(seat, self.transfer)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from launch.output import write_line
+
 LINE_INTERVAL_S = 5.0  # without a terminal: at most one line per so many seconds
 
 
@@ -101,5 +103,5 @@ def progress(label: str, total: int | None = None) -> Iterator[Progress]:
 
 
 def say(line: str) -> None:
-    """Print one line for people on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print one line for people on stderr; lost where nobody can read it."""
+    write_line(line, sys.stderr)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from launch.errors import EXIT_ABORTED, ConfigError, LaunchError, StartError
+from launch.option_words import reason_of
+from launch.output import LineHandler, write_behind
 from transfer.errors import HelloRefused, TransferError
 
 logger = logging.getLogger(__name__)
@@ -103,9 +105,9 @@ class StopSignal:
 
 
 def setup_logging(level: str) -> None:
-    """Log lines for people, on stderr."""
+    """Log lines for people, on stderr; work goes on where nobody reads them any more."""
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[LineHandler(sys.stderr)],
         level=level.upper(),
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
@@ -123,6 +125,7 @@ def run_role(role: Role, *, drain_timeout_s: float) -> None:
     """
     import uvloop
 
+    write_behind()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(role, drain_timeout_s))
 
@@ -183,8 +186,4 @@ def config_errors(option: str) -> Any:
     try:
         yield
     except ValueError as error:
-        reason = str(error)
-        details = getattr(error, "errors", None)
-        if callable(details):  # pydantic.ValidationError
-            reason = str(details()[0]["msg"]).removeprefix("Value error, ")
-        raise ConfigError(f"{option}: {reason}") from error
+        raise ConfigError(f"{option}: {reason_of(error)}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
@@ -128,6 +128,21 @@ class SeatAround:
 
     async def leave(self) -> None:
         await self._seat.leave()
+
+
+class StatingSeat(SeatAround):
+    """A seat that adds facts to what its node says when it joins."""
+
+    def __init__(
+        self, seat: Membership, *, contract: Mapping[str, str] = {}, labels: Mapping[str, str] = {}
+    ) -> None:
+        super().__init__(seat)
+        self._contract = contract
+        self._labels = labels
+
+    async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
+        contract, labels = {**info.contract, **self._contract}, {**info.labels, **self._labels}
+        await super().join(structs.replace(info, contract=contract, labels=labels), status)
 
 
 class CountedSeat(SeatAround):

@@ -14,6 +14,7 @@ from launch.errors import ConfigError
 SEGMENT_NBYTES_MIN = 1 << 20
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_COUNTED = re.compile(r"\bnbytes=\d+: |\b(\d+) bytes\b")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -58,10 +59,23 @@ def pages_in(nbytes: int, spec: PageSpec, what: str) -> int:
     num_pages = nbytes // spec.page_nbytes
     if num_pages < 2:
         raise ConfigError(
-            f"{what}: a page has {spec.page_nbytes} bytes; "
-            f"at least {2 * spec.page_nbytes} bytes are needed"
+            f"{what}: a page has {exact_size(spec.page_nbytes)}: give at least "
+            f"{exact_size(2 * spec.page_nbytes)}"
         )
     return num_pages
+
+
+def exact_size(nbytes: int) -> str:
+    """Return ``nbytes`` with a unit, and as what can be given back as a size."""
+    return f"{human_size(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"
+
+
+def in_units(reason: str) -> str:
+    """Return a refusal of a package that counts bytes, in the units that people write.
+
+    ``nbytes=N`` at its beginning is the value itself, which the caller has named as it was written.
+    """
+    return _COUNTED.sub(lambda match: human_size(int(match[1])) if match[1] else "", reason)
 
 
 def human_size(nbytes: float) -> str:

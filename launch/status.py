@@ -23,7 +23,7 @@ from launch.seat import OutsideSeat, outside_seat
 from launch.store_view import Answer, columns, store_text, summary
 from transfer.channel import Hello, Network
 from transfer.errors import HelloRefused, PeerUnreachable, TransferError, Unauthorized
-from transfer.etcd import is_etcd
+from transfer.etcd import is_etcd, parse_address
 from transfer.identity import Identity, NodeId, Role, new_identity
 from transfer.membership import Member, MembershipView
 
@@ -83,7 +83,7 @@ async def fetch(options: JoinOptions, timeout_s: float) -> MembershipView:
     """Return the present view of the registry.
 
     Raises:
-        StartError: nobody answers in time.
+        StartError: nobody answers in time, or no node is registered there.
         ConfigError: the registry refuses this version, or etcd this user.
     """
     async with _watching(options, timeout_s) as (view, _, _):
@@ -125,6 +125,8 @@ async def _watching(
     try:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         await _watch(membership, options.join, timeout_s, deadline_s)
+        if not membership.view.members:
+            raise StartError(_nobody(options.join))
         yield membership.view, network, identity
     finally:
         await membership.leave()
@@ -142,6 +144,21 @@ async def _watch(seat: OutsideSeat, join: str, timeout_s: float, deadline_s: flo
         ) from error
     except (HelloRefused, Unauthorized) as error:
         raise ConfigError(f"--join {join}: {error}") from error
+
+
+def _nobody(join: str) -> str:
+    """Why the cluster at ``join`` has no members, and what to do."""
+    if not is_etcd(join):
+        return (
+            f"--join {join}: a registry answers there, but no node is registered with it: start "
+            "nodes with this --join, or ask the one that `kvferry gateway` or `kvferry up` prints"
+        )
+    name = parse_address(join).name
+    return (
+        f"--join {join}: etcd answers, but no node is registered under the name {name!r}: is it "
+        "spelled as in the --join of the nodes? Have they started, and joined this etcd? (`etcdctl "
+        "get --prefix --keys-only /kvferry/` lists every name)"
+    )
 
 
 def describe(member: Member, answer: Answer | None = None) -> dict[str, Any]:
@@ -215,6 +232,9 @@ def _pages(member: Member) -> str:
     gauges = member.status.gauges
     if "num_pages" not in gauges:
         return ""
+    total = gauges["num_pages"]
     if member.info.identity.role is Role.STORE:
-        return f"{gauges['num_pages']:.0f} stored"
-    return f"{gauges.get('num_free_pages', 0):.0f} of {gauges['num_pages']:.0f} free"
+        return f"{total:.0f} stored"
+    usable, cached = gauges.get("num_free_pages", 0.0), gauges.get("num_evictable_pages", 0.0)
+    held = total - usable
+    return f"{usable - cached:.0f} free, {cached:.0f} cached, {held:.0f} held of {total:.0f}"

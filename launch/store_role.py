@@ -12,10 +12,15 @@ from kvstore.ssd import SsdRefused, SsdTier
 from launch import process_env
 from launch.config import StoreOptions
 from launch.errors import ConfigError, LaunchError
+from launch.event_ports import check_event_ports
 from launch.parts import Parts, control_bind
 from launch.runtime import run_role, setup_logging
+from launch.seat import StatingSeat
+from launch.sizes import in_units
 from launch.store_settings import ssd_config, store_config
+from launch.store_view import SSD_LABEL
 from transfer.identity import Role
+from transfer.membership import Membership
 
 
 class StoreRole:
@@ -23,6 +28,7 @@ class StoreRole:
 
     def __init__(self, options: StoreOptions) -> None:
         self._options = options
+        check_event_ports(options, 1)
         self._config = store_config(options, control_bind(options))
         self._ssd = None if options.ssd is None else ssd_config(options.ssd)
         self._parts = Parts(Role.STORE, options)
@@ -41,12 +47,18 @@ class StoreRole:
             identity=self._parts.identity,
             network=self._parts.network,
             transfer=self._parts.transfer,
-            membership=self._parts.membership,
+            membership=self._seat(),
             wall_clock=time.time,
             tier=tier,
         )
         self._parts.on_renewed(self._node.renew)
         await self._parts.joined(self._node.start())
+
+    def _seat(self) -> Membership:
+        """The seat; with a disk it says which size was given, of which a part holds pages."""
+        if self._ssd is None:
+            return self._parts.membership
+        return StatingSeat(self._parts.membership, labels={SSD_LABEL: str(self._ssd.nbytes)})
 
     async def _open_ssd(self) -> SsdTier | None:
         if self._ssd is None:
@@ -54,7 +66,7 @@ class StoreRole:
         try:
             return await SsdTier.open(self._ssd)
         except SsdRefused as error:
-            raise ConfigError(f"--ssd {self._options.ssd}: {error}") from error
+            raise ConfigError(f"--ssd {self._options.ssd}: {in_units(str(error))}") from error
 
     async def failed(self) -> LaunchError:
         """Return when the process is of no use any more."""

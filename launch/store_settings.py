@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from kvstore.config import StoreConfig
 from launch.config import PageStoreOptions
 from launch.errors import ConfigError
+from launch.option_words import reason_of
 from launch.runtime import config_errors
-from launch.sizes import human_size, parse_size, segment_size
+from launch.sizes import human_size, in_units, parse_size, segment_size
 
 if TYPE_CHECKING:
     from kvstore.ssd import SsdConfig
@@ -91,8 +92,10 @@ def ssd_config(text: str) -> SsdConfig:
     from kvstore.ssd import SsdConfig
 
     path, nbytes = parse_ssd(text)
-    with config_errors(f"--ssd {text}"):
+    try:
         return SsdConfig(path=path, nbytes=nbytes)
+    except ValueError as error:
+        raise ConfigError(f"--ssd {text}: {in_units(reason_of(error))}") from error
 
 
 def parse_ssd(text: str) -> tuple[Path, int]:

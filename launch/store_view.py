@@ -16,12 +16,22 @@ from transfer.membership import Member
 
 NAMESPACES_SHOWN = 10
 EVICTION_REASONS = ("watermark", "demand", "quota", "slab")
-PAGE_HEADINGS = ("store", "ready", "spilled", "writing", "owed", "memory used", "SSD used", "hits")
+PAGE_HEADINGS = (
+    "store",
+    "ready",
+    "spilled",
+    "writing",
+    "owed",
+    "memory used",
+    "SSD used",
+    "matched",
+)
 WORK_HEADINGS = (
     *("store", "up", "life", *EVICTION_REASONS),
-    *("leases", "waits", "missing"),
+    *("read", "leases", "waits", "missing"),
 )
 NAMESPACE_HEADINGS = ("namespace", "pages", "memory", "SSD")
+SSD_LABEL = "ssd_given_nbytes"  # of a store: what its operator wrote with --ssd
 UNNAMED = "(none named)"
 
 
@@ -45,8 +55,10 @@ def summary(member: Member, answer: Answer) -> dict[str, Any]:
         "answered": stats is not None,
         "error": answer.error,
         **_held(numbers),
-        "ssd": _ssd(numbers, stats),
-        "hit_ratio": _hit_ratio(numbers["hits"], numbers["misses"]),
+        "ssd": _ssd(numbers, stats, member.info.labels.get(SSD_LABEL)),
+        "match_hit_ratio": _ratio(numbers["hits"], numbers["misses"]),
+        "pages_read": numbers["leased_pages"],
+        "unspilled": numbers["evicted_unspilled"],
         "evicted": {reason: numbers[f"evicted_{reason}"] for reason in EVICTION_REASONS},
         "leases": numbers["num_leases"],
         "reservations": numbers["num_writing"],
@@ -73,21 +85,24 @@ def _held(numbers: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _ssd(numbers: Mapping[str, int], stats: StoreStats | None) -> dict[str, Any] | None:
-    """The SSD of a node; None when it has none."""
+def _ssd(
+    numbers: Mapping[str, int], stats: StoreStats | None, given: str | None
+) -> dict[str, Any] | None:
+    """The SSD of a node; None when it has none. ``given`` is the size that the operator wrote."""
     if "ssd_nbytes" not in numbers:
         return None
     unknown = "its log says why"
     reason = unknown if stats is None else stats.facts.get("ssd_degraded", unknown)
     return {
         "nbytes": numbers["ssd_nbytes"],
+        "given_nbytes": int(given) if given is not None and given.isdecimal() else None,
         "used_nbytes": numbers["ssd_used_nbytes"],
         "pages": numbers["ssd_pages"],
         "degraded": reason if numbers["ssd_degraded"] else None,
     }
 
 
-def _hit_ratio(hits: int, misses: int) -> float | None:
+def _ratio(hits: int, misses: int) -> float | None:
     return round(hits / (hits + misses), 4) if hits + misses else None
 
 
@@ -136,7 +151,7 @@ def store_text(stores: Mapping[str, Mapping[str, Any]]) -> str:
         parts.append(columns(NAMESPACE_HEADINGS, rows))
     if len(spaces) > NAMESPACES_SHOWN:
         parts.append(f"and {len(spaces) - NAMESPACES_SHOWN} smaller namespaces")
-    return "\n".join([*parts, *_troubles(stores)])
+    return "\n".join([*parts, *_usable(stores), *_troubles(stores)])
 
 
 def columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -183,7 +198,7 @@ def _copies(replicas: str, num_stores: int) -> str:
 
 
 def _page_row(name: str, store: Mapping[str, Any]) -> tuple[str, ...]:
-    pages, ssd, ratio = store["pages"], store["ssd"], store["hit_ratio"]
+    pages, ssd, ratio = store["pages"], store["ssd"], store["match_hit_ratio"]
     return (
         name,
         *(short_count(pages[state]) for state in ("ready", "spilled", "writing", "owed")),
@@ -205,6 +220,7 @@ def _work_row(name: str, store: Mapping[str, Any]) -> tuple[str, ...]:
         "-" if store["uptime_s"] is None else _duration(store["uptime_s"]),
         store["incarnation"][:6],
         *(short_count(store["evicted"][reason]) for reason in EVICTION_REASONS),
+        short_count(store["pages_read"]),
         short_count(store["leases"]),
         short_count(store["waits"]),
         short_count(store["replicas_missing"]),
@@ -229,6 +245,20 @@ def _duration(seconds: float) -> str:
     return f"{minutes:.0f} m {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
 
 
+def _usable(stores: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """What became of the sizes that were given with ``--ssd``, where the table shows less."""
+    said: dict[str, list[str]] = {}
+    for name, store in stores.items():
+        ssd = store["ssd"]
+        if ssd is None or ssd["given_nbytes"] is None:
+            continue
+        usable, given = short_size(ssd["nbytes"]), short_size(ssd["given_nbytes"])
+        if usable != given:
+            said.setdefault(f"{usable} of the {given} of --ssd", []).append(name)
+    for text, names in said.items():
+        yield f"{', '.join(names)}: {text} hold pages: its file has a header and whole slabs"
+
+
 def _troubles(stores: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for name, store in stores.items():
         if not store["answered"]:
@@ -237,3 +267,6 @@ def _troubles(stores: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
             yield f"{name} is repairing: it compares its pages with those of other nodes"
         if store["ssd"] is not None and store["ssd"]["degraded"] is not None:
             yield f"{name}: THE SSD TAKES NO PAGES: {store['ssd']['degraded']}"
+        if store["unspilled"]:
+            num = short_count(store["unspilled"])
+            yield f"{name}: {num} pages left memory without a copy on the SSD"

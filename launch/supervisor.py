@@ -4,6 +4,8 @@ Owns the processes, their output and their signals. Knows command lines, not wha
 
 * Each child's lines go to stderr with its name before them; its last ``kvferry: error:`` line is
   kept, so that a failed start can be told in that one line.
+* A line that cannot be shown (nobody reads this process's output any more) is lost: the children
+  do not notice. A child's pipe is read to its end, whatever becomes of the lines.
 * A child is its own session: Ctrl-C reaches this process only, which then stops them in order.
 * Whatever happens here, no child is left: ``stop`` terminates, then kills; should this process be
   killed, the kernel tells the children (``process_env.die_with_parent``).
@@ -82,6 +84,8 @@ class Supervisor:
             asyncio.create_task(self._supervise(child), name=f"supervise-{child.spec.name}")
             for child in self._children
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
 
     async def failed(self) -> StartError:
         """Return when the cluster cannot start, or when no child is left; with the reason."""
@@ -102,6 +106,9 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for child in self._children:
+            if child.process is not None:  # killed where nobody was left to wait for its end
+                await child.process.wait()
 
     def abort(self) -> None:
         """Kill all children now."""
@@ -181,6 +188,16 @@ class Supervisor:
             if text.startswith(ERROR_PREFIX):
                 child.error = text.removeprefix(ERROR_PREFIX)
             self._show(child.spec.name, text)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A child that nobody supervises any more ends the cluster: it must not go unnoticed."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        logger.error("%s failed", task.get_name(), exc_info=error)
+        assert self._failed is not None
+        if not self._failed.done():
+            self._failed.set_result(StartError(f"{task.get_name()}: {error!r}"))
 
     def _report_failure(self, child: Child, code: int, *, fatal: bool) -> None:
         reason = child.error or f"it ended ({_describe(code)}): see its lines above"

@@ -1,6 +1,6 @@
 """``kvferry up``: a whole cluster on this machine, supervised until it is stopped.
 
-Owns what is printed: progress on stderr, and on stdout a request that can be pasted. The
+Owns what is printed: progress on stderr, and on stdout what can be pasted. The
 processes are ``LocalCluster``'s; with ``--transfer loopback`` all roles run in this process
 (``inproc.py``).
 """
@@ -8,16 +8,28 @@ processes are ``LocalCluster``'s; with ``--transfer loopback`` all roles run in 
 from __future__ import annotations
 
 import json
+from typing import Protocol
 
 from launch import model_store, process_env
 from launch.cluster import LocalCluster, with_ports
-from launch.config import UpOptions
-from launch.errors import LaunchError
+from launch.config import Options, PageStoreOptions, UpOptions, option_of
+from launch.errors import ConfigError, LaunchError
+from launch.output import show_result
 from launch.parts import read_secret, transfer_config
 from launch.progress import say
 from launch.runtime import Role, run_role, setup_logging
 from launch.sizes import parse_size
 from launch.store_settings import check_stores
+
+
+class Cluster(Role, Protocol):
+    """What ``up`` runs: a role with two addresses."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def join_url(self) -> str: ...
 
 
 def run(options: UpOptions) -> None:
@@ -29,7 +41,7 @@ def run(options: UpOptions) -> None:
         process_env.apply(cores=None, threads=options.threads, gpus=options.gpus)
         from launch.inproc import InProcessCluster
 
-        cluster: Role = InProcessCluster(with_ports(options))
+        cluster: Cluster = InProcessCluster(with_ports(options))
     else:
         cluster = LocalCluster(options)
     run_role(_Announced(cluster, resolved.name), drain_timeout_s=options.drain_timeout)
@@ -40,25 +52,42 @@ def check(options: UpOptions) -> None:
     transfer_config(options, read_secret(options))
     if options.inject:
         say(f"FAULTS ARE INJECTED into every transfer, as asked for: {options.inject}")
-    check_stores(options, options.store)
+    if options.engine is None:
+        check_stores(options, options.num_stores)
+    else:
+        _check_engine(options, options.engine)
     if options.kv_memory is not None:
         parse_size(options.kv_memory, "--kv-memory")
     if options.gpus is not None:
         process_env.parse_gpus(options.gpus)
 
 
+def _check_engine(options: UpOptions, engine: str) -> None:
+    """Refuse an engine that cannot be used, and what only store processes could do."""
+    from launch.page_store import check_store
+
+    check_store(engine)
+    own = PageStoreOptions.model_fields.keys() - Options.model_fields.keys()
+    for name, field in PageStoreOptions.model_fields.items():
+        if name in own and getattr(options, name) != field.default:
+            hint = " (copies: ?replicas=N behind its address)" if name == "replicas" else ""
+            raise ConfigError(
+                f"{option_of(name)} {getattr(options, name)}: says something about store "
+                f"processes, and --store {engine} starts none: leave one of the two out{hint}"
+            )
+
+
 class _Announced:
     """A cluster that says how to use it once it serves."""
 
-    def __init__(self, cluster: Role, model: str) -> None:
+    def __init__(self, cluster: Cluster, model: str) -> None:
         self._cluster = cluster
         self._model = model
 
     async def start(self) -> None:
         say("starting: this takes as long as loading the weights")
         await self._cluster.start()
-        url: str = self._cluster.url  # type: ignore[attr-defined]
-        print(usage(url, self._model), flush=True)
+        show_result(usage(self._cluster.url, self._cluster.join_url, self._model))
 
     async def failed(self) -> LaunchError:
         return await self._cluster.failed()
@@ -73,8 +102,8 @@ class _Announced:
         self._cluster.abort()
 
 
-def usage(url: str, model: str) -> str:
-    """Return a request that can be pasted into a shell."""
+def usage(url: str, join: str, model: str) -> str:
+    """Return lines that can be pasted into a shell: a request, and a look at the cluster."""
     question = {"role": "user", "content": "What is the capital of France?"}
     path, asked = "chat/completions", {"messages": [question], "max_tokens": 64}
     if model == model_store.FAKE_MODEL:
@@ -85,5 +114,6 @@ def usage(url: str, model: str) -> str:
         f"  curl {url}/v1/{path} \\\n"
         "    -H 'content-type: application/json' -H 'x-kvferry-trace: 1' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
+        f"Look at it:\n\n  kvferry status --join {join}\n\n"
         "Ctrl-C stops everything."
     )

@@ -135,12 +135,14 @@ class PrefillNode:
         return NodeStatus(draining=self._draining, gauges=self.gauges())
 
     def gauges(self) -> dict[str, float]:
+        evictable = self._loop.cache.num_evictable
         return {
             "num_running": float(self._loop.scheduler.num_active),
             "num_waiting": float(self._loop.scheduler.num_waiting),
             "num_tokens_waiting": float(self._loop.scheduler.num_tokens_waiting),
             "num_pages": float(self._loop.allocator.num_pages - 1),
-            "num_free_pages": float(self._loop.allocator.num_free + self._loop.cache.num_evictable),
+            "num_free_pages": float(self._loop.allocator.num_free + evictable),
+            "num_evictable_pages": float(evictable),
             "num_cached_pages": float(self._loop.cache.num_pages),
             "num_live": float(self._loop.scheduler.num_live),
             "restore_bytes_per_s": self._loop.model.restore_bytes_per_s,

@@ -30,6 +30,7 @@ from launch.doctor.options import DoctorOptions
 from launch.doctor.pattern import SEED_MAX, arrived_there, fill, untouched, wrong_byte
 from launch.doctor.plain_socket import PlainSocketServer
 from launch.errors import LaunchError, StartError
+from launch.output import show_result
 from launch.parts import make_network
 from launch.ports import url_host
 from transfer.channel import Caller, Hello, Listener, Network, Service
@@ -164,7 +165,7 @@ class DoctorRole:
             raise StartError(str(error)) from error
         port = listener.address.rpartition(":")[2]
         host = url_host(self._options.advertise_host or self._options.host)
-        print(f"serving kvferry doctor: run `kvferry doctor --peer {host}:{port}`", flush=True)
+        show_result(f"serving kvferry doctor: run `kvferry doctor --peer {host}:{port}`")
 
     async def failed(self) -> LaunchError:
         await asyncio.Event().wait()

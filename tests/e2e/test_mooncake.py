@@ -6,10 +6,14 @@ between the prefill node, Mooncake and the decode node changes the answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from launch.cluster import LocalCluster
+from launch.config import UpOptions
 from tests.e2e.client import complete, tokens_of
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.reference import expected, prompt_of
@@ -22,14 +26,20 @@ DELAYS = ["--fake-token-delay", "0.0005"]  # restoring a page is cheaper than co
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mooncake.MooncakeCluster]:
     mooncake.require_library()
-    directory = tmp_path_factory.mktemp("cluster")
-    with mooncake.running(directory) as engine:
-        store = ["--store", engine.url]
-        options = {"prefill": [*DELAYS, *store], "decode": store}
-        with running(directory, store=0, options=options) as started:
-            yield started
+    with mooncake.running(tmp_path_factory.mktemp("engine")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    engine: mooncake.MooncakeCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    store = ["--store", engine.url]
+    options = {"prefill": [*DELAYS, *store], "decode": store}
+    with running(tmp_path_factory.mktemp("cluster"), store=0, options=options) as started:
+        yield started
 
 
 def test_every_page_crosses_mooncake_and_no_byte_is_wrong(cluster: Cluster) -> None:
@@ -61,3 +71,21 @@ def test_a_new_prefill_node_hits_what_the_dead_one_put_into_mooncake(cluster: Cl
     again = complete(cluster.url, prompt, 8)
     assert tokens_of(again) == tokens_of(first)
     assert again["kvferry"]["computed_tokens"] <= PAGE
+
+
+async def test_one_command_runs_a_cluster_on_a_mooncake_that_is_there(
+    engine: mooncake.MooncakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``kvferry up --store mooncake://...``: no store process, and every page passes Mooncake."""
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    options = UpOptions.of(model="fake", port=0, threads=1, store=engine.url)
+    up = LocalCluster(options)
+    try:
+        await up.start()
+        assert set(up.pids) == {"gateway", "prefill-1", "decode-1"}
+        prompt = prompt_of(300, seed=9)
+        answer = await asyncio.to_thread(complete, up.url, prompt, 20)
+        assert tokens_of(answer) == expected(prompt, 20)
+        assert answer["kvferry"]["pages_pulled"] == -(-300 // PAGE)
+    finally:
+        await up.close()

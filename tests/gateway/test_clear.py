@@ -103,6 +103,7 @@ async def test_a_salt_is_resolved_as_requests_resolve_it_and_everybody_is_told(
         namespace = namespace_of("fake", SPEC, salt="tenant")
         body = response.json()
         assert body["namespace"] == namespace.hex()
+        assert body["named_by"] == {"model": "fake", "salt": "tenant", "adapter": None}
         assert body["pages"] == {"prefill": 3, "decode": 3, "store": 14}
         assert {n["node_id"]: n["num_pages"] for n in body["nodes"]} == {
             **{"p0": 3, "d0": 3},
@@ -117,7 +118,8 @@ async def test_stores_are_told_until_nothing_is_left_but_not_for_ever(
 ) -> None:
     restless = FakeStore("s0", *[1] * 100)
     async with cluster_of(restless, monkeypatch=monkeypatch) as (d, _):
-        assert (await d.client.post(CLEAR, json={"all": True})).json()["namespace"] is None
+        body = (await d.client.post(CLEAR, json={"all": True})).json()
+        assert (body["namespace"], body["named_by"]) == (None, None)
         assert restless.told == [None] * STORE_ROUNDS_MAX
     calm = FakeStore("s0", 4)
     async with cluster_of(calm, monkeypatch=monkeypatch) as (d, _):

@@ -59,6 +59,7 @@ async def node(tmp_path: Path) -> AsyncIterator[StoreNode]:
     client = await cluster.client(stores.transfer, network=cluster.network())
     for start in range(0, 800, 100):
         await put_all(stores, client, range(start, start + 4))
+    await until(lambda: node.numbers().get("evicted_watermark", 0) > 0)
     yield node
     await cluster.close()
 
@@ -127,11 +128,15 @@ def test_what_is_counted_by_kind_is_in_the_catalogue_with_every_kind() -> None:
     for why in (*Damage, "error"):
         assert f"ssd_dropped_{why}" in SAMPLES, HINT
     source = (ROOT / "kvstore/server/evictor.py").read_text(encoding="utf-8")
-    reasons = re.findall(r"""_evict_one\("(\w+)"|evict\(row, "(\w+)"|"(quota)" if""", source)
+    named = r"""_evict_one\("(\w+)"|evict\(row, "(\w+)"|"(quota)" if|reason = "(\w+)\""""
+    reasons = re.findall(named, source)
+    assert len(set(reasons)) == 5
     for reason in ("".join(found) for found in reasons):
         assert f"evicted_{reason}" in SAMPLES, HINT
     source = (ROOT / "kvstore/ssd/page_writer.py").read_text(encoding="utf-8")
-    for reason in re.findall(r'reason = "(\w+)"', source):
+    refusals = re.findall(r'"(refused_\w+)"', source)
+    assert len(refusals) >= 5
+    for reason in refusals:
         assert f"ssd_{reason}" in SAMPLES, HINT
 
 

@@ -7,12 +7,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
 from launch import model_store
-from launch.config import GatewayOptions, NodeOptions, Options, StoreOptions, UpOptions
+from launch.config import (
+    GatewayOptions,
+    NodeOptions,
+    Options,
+    StoreOptions,
+    UpOptions,
+    option_of,
+)
+from launch.doctor.options import UNUSED, DoctorOptions
+from launch.errors import ConfigError
 from launch.main import main
+from launch.option_words import taken_by
+from launch.runtime import config_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,8 +43,23 @@ BAD = [
     (["up", "--port", "70000"], ["--port 70000", "65535"]),
     (["up", "--port", "65500", "--model", "fake"], ["--port 65500", "--join-port"]),
     (["up", "--port", "http"], ["--port", "http"]),
-    (["up", "--transfer", "carrier-pigeon"], ["--transfer carrier-pigeon", "loopback"]),
-    (["up", "--decode", "0"], ["--decode 0", "1"]),
+    (["up", "--transfer", "carrier-pigeon"], ["--transfer carrier-pigeon: give one of auto, "]),
+    (["up", "--decode", "0"], ["--decode 0", "a whole number from 1 to 64"]),
+    (["up", "--store", "65"], ["--store 65", "0 to 64", "mooncake://MASTER:PORT"]),
+    (["up", "--store", "-1"], ["--store -1", "0 to 64", "mooncake://MASTER:PORT"]),
+    (["up", "--store", "many"], ["--store many", "0 to 64", "mooncake://MASTER:PORT"]),
+    (
+        ["up", "--store", "redis://h:1", "--model", "fake"],
+        ["--store redis://h:1", "write mooncake://MASTER:PORT"],
+    ),
+    (
+        ["decode", "--store", "mooncake://h:1?replicas=99", "--model", "fake"],
+        ["--store mooncake://h:1?replicas=99", "replicas 99: give at most 8"],
+    ),
+    (
+        ["up", "--host", "0.0.0.0", "--model", "fake", "--secret-file", "SECRET"],
+        ["--host 0.0.0.0", "--advertise-host"],
+    ),
     (["up", "--segment", "much", "--model", "fake"], ["--segment much", "GiB"]),
     (["up", "--kv-memory", "0", "--model", "fake"], ["--kv-memory 0", "GiB"]),
     (["up", "--no-such-option"], ["--no-such-option", "--help"]),
@@ -50,8 +78,8 @@ BAD = [
     (["store", "--segment", "900TiB"], ["--segment 900TiB", "GiB of memory", "give less"]),
     (["store", "--segment", "1KiB"], ["--segment 1KiB", "at least 1MiB"]),
     (["up", "--segment", "900TiB", "--model", "fake"], ["--segment 900TiB", "give less"]),
-    (["store", "--policy", "magic"], ["--policy magic", "slru"]),
-    (["store", "--replicas", "0"], ["--replicas 0", "1"]),
+    (["store", "--policy", "magic"], ["--policy magic: give one of lru, lfu, slru"]),
+    (["store", "--replicas", "0"], ["--replicas 0: give a whole number from 1 to 8"]),
     (["store", "--replicas", "9"], ["--replicas 9", "8"]),
     (["up", "--replicas", "2", "--model", "fake"], ["--replicas 2", "--store 2"]),
     (["store", "--high-watermark", "1.5"], ["--high-watermark 1.5", "1"]),
@@ -69,7 +97,7 @@ BAD = [
     (["store", "--ssd", "/mnt/nvme"], ["--ssd /mnt/nvme", "PATH:SIZE"]),
     (["store", "--ssd", ":1GiB"], ["--ssd :1GiB", "PATH:SIZE"]),
     (["store", "--ssd", "/tmp/x:lots"], ["--ssd /tmp/x:lots", "'lots' is no size", "512GiB"]),
-    (["store", "--ssd", "/tmp/x:1KiB"], ["--ssd /tmp/x:1KiB", "1MiB", "larger"]),
+    (["store", "--ssd", "/tmp/x:1KiB"], ["--ssd /tmp/x:1KiB: an SSD tier", "1.0 MiB", "larger"]),
     (["store", "--ssd", "/tmp/x:9000PiB"], ["--ssd /tmp/x:9000PiB", "smaller"]),
     (["store", "--ssd", "/:1GiB"], ["--ssd /:1GiB", "directory of its own"]),
     (["up", "--model", "fake", "--ssd", "/no/such/x:1GiB"], ["/no/such does not exist", "make it"]),
@@ -106,9 +134,10 @@ BAD = [
 
 @pytest.mark.parametrize(("argv", "words"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
 def test_bad_input_is_one_line_with_the_value_and_the_remedy(
-    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(argv) == 2
+    (tmp_path / "secret").write_text("a secret that is long enough")
+    assert main([str(tmp_path / "secret") if part == "SECRET" else part for part in argv]) == 2
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert len(lines) == 1, captured.err
@@ -116,6 +145,73 @@ def test_bad_input_is_one_line_with_the_value_and_the_remedy(
     for word in words:
         assert word in lines[0]
     assert captured.out == ""
+
+
+MODELS: dict[str, type[Options]] = {
+    "up": UpOptions,
+    "gateway": GatewayOptions,
+    "store": StoreOptions,
+    "prefill": NodeOptions,
+    "doctor": DoctorOptions,
+}
+CHECKED = [
+    (command, option_of(name), taken_by(field))
+    for command, model in MODELS.items()
+    for name, field in model.model_fields.items()
+    if taken_by(field) not in ("text", "true or false")
+    and not (command == "doctor" and name in UNUSED)
+]
+
+
+@pytest.mark.parametrize(("command", "option", "taken"), CHECKED)
+def test_no_library_speaks_for_an_option_that_is_wrong(
+    command: str, option: str, taken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, option, "größe"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    if (command, option) == ("up", "--store"):
+        taken = "a number of processes from 0 to 64, or mooncake://MASTER:PORT"
+    assert line == f"kvferry: error: {option} größe: give {taken}"
+
+
+def test_bounds_and_choices_are_said_in_words() -> None:
+    fields = UpOptions.model_fields
+    assert taken_by(fields["replicas"]) == "a whole number from 1 to 8"
+    assert taken_by(fields["num_pages"]) == "a whole number of at least 2"
+    assert taken_by(fields["high_watermark"]) == "a number above 0 and at most 1"
+    assert taken_by(fields["start_timeout"]) == "a number above 0"
+    assert taken_by(fields["dtype"]) == "one of auto, float32, bfloat16, float16"
+    assert taken_by(DoctorOptions.model_fields["batch"]) == "a whole number"
+
+
+class Inner(BaseModel):
+    """Settings of some package, as ``config_errors`` meets them."""
+
+    count: int = Field(1, ge=1, lt=8)
+    share: float = Field(0.5, gt=0, le=1)
+    kind: Literal["a", "b"] = "a"
+    text: str = ""
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"count": 0}, "count 0: give at least 1"),
+        ({"count": 8}, "count 8: give less than 8"),
+        ({"count": "x"}, "count x: give a whole number"),
+        ({"count": 1.5}, "count 1.5: give a whole number"),
+        ({"share": 0}, "share 0: give more than 0"),
+        ({"share": 2}, "share 2: give at most 1"),
+        ({"share": "x"}, "share x: give a number"),
+        ({"kind": "c"}, "kind c: choose from 'a' or 'b'"),
+    ],
+)
+def test_a_packages_own_settings_are_refused_in_the_same_words(
+    told: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught, config_errors("--option value"):
+        Inner.model_validate(told)
+    assert str(caught.value) == f"--option value: {words}"
 
 
 def test_a_directory_that_is_no_model_is_refused_by_what_it_lacks(
@@ -150,14 +246,7 @@ def test_help_shows_the_defaults_of_the_code(
 ) -> None:
     assert main([command, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    models: dict[str, type[Options]] = {
-        "up": UpOptions,
-        "gateway": GatewayOptions,
-        "store": StoreOptions,
-        "prefill": NodeOptions,
-        "decode": NodeOptions,
-    }
-    for name, field in models[command].model_fields.items():
+    for name, field in (MODELS | {"decode": NodeOptions})[command].model_fields.items():
         if name.startswith("fake_"):
             continue
         assert f"--{name.replace('_', '-')}" in text

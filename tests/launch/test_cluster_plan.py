@@ -157,16 +157,20 @@ def test_a_listening_socket_can_be_used_and_is_not_given_twice() -> None:
         check_free("192.0.2.1", 0, "--port")
 
 
-def test_the_printed_request_names_the_real_model_and_port() -> None:
-    text = usage("http://127.0.0.1:8123", "smollm2-135m")
+def test_what_is_printed_names_the_real_model_and_ports_and_where_status_looks() -> None:
+    text = usage("http://127.0.0.1:8123", "tcp://127.0.0.1:8999", "smollm2-135m")
     assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
     assert '"model": "smollm2-135m"' in text
     assert '"temperature": 0}' in text
+    assert "  kvferry status --join tcp://127.0.0.1:8999\n" in text
 
 
 def test_a_pool_too_small_is_told_as_the_user_wrote_it() -> None:
     spec = PageSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
-    with pytest.raises(ConfigError, match="--kv-memory 1KiB: a page has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--kv-memory 1KiB: a page has 8\.0 KiB \(8192 bytes\): give at least 16\.0 KiB",
+    ):
         pages_in(1024, spec, "--kv-memory 1KiB")
 
 

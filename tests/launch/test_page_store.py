@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from launch.config import NodeOptions
+from launch.cluster import plan
+from launch.config import NodeOptions, UpOptions
 from launch.errors import ConfigError
 from launch.main import main
 from launch.page_store import check_store, mooncake_config, stated
+from launch.up import check
 from transfer.identity import Role, new_identity
 from transfer.membership import (
     Member,
@@ -53,7 +56,7 @@ def test_without_the_option_pages_are_in_the_clusters_own_nodes() -> None:
     options, seat = NodeOptions.of(), Seat()
     assert mooncake_config(options) is None
     assert stated(options, seat) is seat
-    check_store(options)
+    check_store(options.store)
 
 
 def test_the_address_of_the_node_is_the_one_that_mooncake_is_told() -> None:
@@ -81,7 +84,37 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"--store mooncake.*pip install"):
-        check_store(NodeOptions.of(store=ADDRESS))
+        check_store(ADDRESS)
+
+
+def up(**told: object) -> UpOptions:
+    return UpOptions.of(model="fake", store=ADDRESS, port=1, join_port=2, **told)
+
+
+def test_up_on_an_engine_that_exists_starts_no_store_and_tells_every_node() -> None:
+    specs = {spec.name: list(spec.argv) for spec in plan(up(prefill=2))}
+    assert list(specs) == ["gateway", "prefill-1", "prefill-2", "decode-1"]
+    for name, argv in specs.items():
+        told = dict(itertools.pairwise(argv))
+        assert told.get("--store") == (None if name == "gateway" else ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"segment": "2GiB"}, "--segment 2GiB: says something about store processes"),
+        ({"ssd": "/x:1GiB"}, "--ssd /x:1GiB: .* starts none: leave one of the two out"),
+        ({"replicas": 2}, r"--replicas 2: .*copies: \?replicas=N behind its address"),
+        ({"quota": (f"{'a' * 64}=0.1",)}, "--quota .*: says something about store"),
+    ],
+)
+def test_up_on_an_engine_refuses_what_is_said_about_stores(
+    told: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.page_store.Library", object)
+    check(up())
+    with pytest.raises(ConfigError, match=words):
+        check(up(**told))
 
 
 async def test_a_node_states_the_engine_that_keeps_its_pages() -> None:

@@ -203,7 +203,7 @@ def test_a_page_size_that_differs_is_refused_with_both_sides(start: type[Process
         assert process.wait() == 0, process.err
 
 
-def test_of_two_processes_with_one_node_id_the_first_ends_and_says_why(
+def test_of_two_processes_with_one_node_id_the_second_ends_and_says_why(
     start: type[Process],
 ) -> None:
     gateway = start("gateway", "--model", "fake", "--port", "0")
@@ -212,11 +212,11 @@ def test_of_two_processes_with_one_node_id_the_first_ends_and_says_why(
     first = start(*argv)
     wait_listed(join, "twin")
     second = start(*argv)
-    assert first.wait() == 2, first.err
-    (line,) = first.error_lines()
-    assert "--node-id twin" in line
-    assert "give each process its own --node-id" in line
-    for process in (second, gateway):
+    assert second.wait() == 2, second.err
+    (line,) = second.error_lines()
+    assert "node id twin is taken: the process at tcp://127.0.0.1:" in line
+    assert "Give this process a --node-id of its own" in line
+    for process in (first, gateway):
         assert process.popen.poll() is None, "the others go on"
         process.popen.send_signal(signal.SIGTERM)
         assert process.wait() == 0, process.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +14,7 @@ from kvstore.config import REPLICAS_MAX, StoreConfig
 from kvstore.ssd import SsdConfig, SsdTier
 from launch.config import Eviction, PageStoreOptions, StoreOptions, UpOptions
 from launch.errors import ConfigError
-from launch.sizes import human_size, parse_size
+from launch.sizes import human_size, in_units, parse_size
 from launch.store_role import StoreRole
 from launch.store_settings import (
     check_stores,
@@ -145,7 +146,10 @@ async def test_a_disk_that_cannot_be_used_ends_the_store_before_it_joins(tmp_pat
     (tmp_path / "file").touch()
     assert "not a directory; give one" in await refusal(f"{tmp_path}/file:4MiB")
     assert "does not exist; make it" in await refusal(f"{tmp_path}/a/b:4MiB")
-    assert "give a smaller size" in await refusal(f"{tmp_path}/x:900TiB")
+    no_room = await refusal(f"{tmp_path}/x:900TiB")
+    assert "give a smaller size" in no_room
+    assert re.search(r"has room for [\d.]+ [MGT]iB;", no_room), "in units, not in bytes"
+    assert "nbytes" not in no_room
 
 
 async def test_a_directory_in_use_and_one_that_holds_something_else_are_refused(
@@ -165,6 +169,18 @@ async def test_a_directory_that_this_user_may_not_write_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     assert "cannot be written to; give this user the right" in await refusal(f"{tmp_path}/t:4MiB")
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("nbytes=1024: needs at least 1048576 bytes (1MiB)", "needs at least 1.0 MiB (1MiB)"),
+        ("slabs of 67108864 bytes; give more", "slabs of 64.0 MiB; give more"),
+        ("/x is in use by process 1234", "/x is in use by process 1234"),
+    ],
+)
+def test_what_a_package_says_in_bytes_is_told_in_units(said: str, heard: str) -> None:
+    assert in_units(said) == heard
 
 
 def test_a_store_that_never_started_can_be_stopped() -> None:

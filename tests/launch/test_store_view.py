@@ -17,6 +17,7 @@ from launch.config import JoinOptions, UpOptions
 from launch.errors import ConfigError, StartError
 from launch.http_client import post_json
 from launch.inproc import InProcessCluster
+from launch.main import main
 from launch.status import describe, fetch, fetch_all
 from launch.store_view import (
     NAMESPACES_SHOWN,
@@ -49,6 +50,7 @@ NUMBERS = {
     "evicted_demand": 30.0,
     "evicted_quota": 20.0,
     "evicted_slab": 10.0,
+    "leased_pages": 11.0,
     "num_leases": 5.0,
     "num_waits": 6.0,
     "replicas_missing": 8.0,
@@ -57,12 +59,12 @@ NUMBERS = {
 }
 
 
-def member_of(name: str, numbers: dict[str, float], policy: str = "heat") -> Member:
+def member_of(name: str, numbers: dict[str, float], policy: str = "heat", **labels: str) -> Member:
     info = NodeInfo(
         identity=new_identity(Role.STORE, name),
         address=f"tcp://{name}:1",
         contract={"replicas": "2"},
-        labels={"policy": policy},
+        labels={"policy": policy, **labels},
     )
     return Member(info=info, status=NodeStatus(gauges=numbers))
 
@@ -101,8 +103,9 @@ def test_a_summary_has_every_number_that_the_issue_asks_for() -> None:
     assert shown["memory"] == {"nbytes": 4096, "used_nbytes": 3072, "pinned_nbytes": 512}
     assert shown["ssd"] == {
         **{"nbytes": 1048576, "used_nbytes": 524288, "pages": 4000, "degraded": None},
+        "given_nbytes": None,
     }
-    assert shown["hit_ratio"] == 0.75
+    assert (shown["match_hit_ratio"], shown["pages_read"]) == (0.75, 11)
     assert shown["evicted"] == {"watermark": 40, "demand": 30, "quota": 20, "slab": 10}
     assert (shown["leases"], shown["reservations"], shown["waits"]) == (5, 7, 6)
     assert (shown["replicas_missing"], shown["repairing"]) == (8, True)
@@ -117,12 +120,12 @@ def test_the_tables_say_what_the_summary_says() -> None:
     pages = table_of(text, "store  ready")
     assert {name: cells[0] for name, cells in pages.items()} == {
         **{"store": "s1", "ready": "12", "spilled": "3456", "writing": "7", "owed": "2"},
-        **{"memory used": "3.0 of 4.0 KiB", "SSD used": "512 KiB of 1.0 MiB", "hits": "75.0 %"},
+        **{"memory used": "3.0 of 4.0 KiB", "SSD used": "512 KiB of 1.0 MiB", "matched": "75.0 %"},
     }
     work = {name: cells[0] for name, cells in table_of(text, "store  up").items()}
     assert len(work.pop("life")) == 6
     assert work == {
-        **{"store": "s1", "up": "1 h 2 m", "leases": "5", "waits": "6"},
+        **{"store": "s1", "up": "1 h 2 m", "read": "11", "leases": "5", "waits": "6"},
         **{"watermark": "40", "demand": "30", "quota": "20", "slab": "10"},
         "missing": "8",
     }
@@ -166,6 +169,21 @@ def test_pages_without_a_namespace_are_shown_as_such() -> None:
     assert "(none named)" in store_text({"s1": summary(member_of("s1", NUMBERS), answer)})
 
 
+def test_less_of_a_disk_than_was_given_is_explained() -> None:
+    numbers = NUMBERS | {"ssd_nbytes": float(31 * (64 << 20)), "ssd_used_nbytes": 0.0}
+    stores = {}
+    for name, given in (("s1", 2 << 30), ("s2", 2 << 30), ("s3", 31 * (64 << 20))):
+        member = member_of(name, numbers, ssd_given_nbytes=str(given))
+        stores[name] = summary(member, stats_of(numbers))
+    assert stores["s1"]["ssd"]["given_nbytes"] == 2 << 30
+    text = store_text(stores)
+    assert table_of(text, "store  ready")["SSD used"] == ["0 B of 1.9 GiB"] * 3
+    explained = [line for line in text.splitlines() if "of --ssd" in line]
+    assert explained == [
+        "s1, s2: 1.9 GiB of the 2.0 GiB of --ssd hold pages: its file has a header and whole slabs"
+    ]
+
+
 def test_a_disk_that_takes_no_pages_is_loud_and_says_why() -> None:
     broken = NUMBERS | {"ssd_degraded": 1.0}
     why = stats_of(broken, ssd_degraded="write: No space left on device")
@@ -184,7 +202,7 @@ def test_a_store_that_does_not_answer_is_shown_as_of_its_heartbeat_and_named() -
 
 def test_a_new_store_without_numbers_can_be_shown() -> None:
     shown = summary(member_of("s1", {}), Answer(None, "starting"))
-    assert shown["hit_ratio"] is None
+    assert shown["match_hit_ratio"] is None
     assert shown["ssd"] is None
     text = store_text({"s1": shown})
     assert table_of(text, "store  ready")["SSD used"] == ["-"]
@@ -253,6 +271,7 @@ async def test_a_tenants_pages_can_be_named_seen_and_cleared(live: InProcessClus
     view, stores = await look(live)
     assert list(stores) == ["store-1", "store-2"]
     assert all(store["answered"] and store["ssd"] for store in stores.values())
+    assert all(store["ssd"]["given_nbytes"] == 4 << 20 for store in stores.values())
     names = {
         salt: cache.namespace_hex(view, model="fake", salt=salt, adapter=None) for salt in "ab"
     }
@@ -264,7 +283,9 @@ async def test_a_tenants_pages_can_be_named_seen_and_cleared(live: InProcessClus
         while not min((held := await pages_by_namespace(live)).values()) >= 2 * 12:
             pass
     assert set(held) == set(names.values())
-    report = await asyncio.to_thread(cache.clear, view, {"salt": "a"}, None)
+    done = await asyncio.to_thread(cache.clear, view, {"salt": "a"}, None)
+    report = cache.report(done)
+    assert cache.nothing_held(done) is None
     assert report[0] == f"namespace {names['a']}"
     assert len(report) == 1 + 4, "a prefill, a decode and two store nodes"
     assert set(await pages_by_namespace(live)) == {names["b"]}
@@ -272,6 +293,15 @@ async def test_a_tenants_pages_can_be_named_seen_and_cleared(live: InProcessClus
         await asyncio.to_thread(cache.clear, view, {"namespace": "x"}, None)
     await asyncio.to_thread(cache.clear, view, {"namespace": names["b"]}, None)
     assert await pages_by_namespace(live) == {}
+    for order, how in (
+        ({"salt": "A"}, "model 'fake', salt 'A', no adapter"),
+        ({"namespace": names["b"]}, "as given"),
+    ):
+        missed = cache.nothing_held(await asyncio.to_thread(cache.clear, view, order, None))
+        assert missed is not None
+        assert how in str(missed)
+    everything = await asyncio.to_thread(cache.clear, view, {"all": True}, None)
+    assert cache.nothing_held(everything) is None, "a cluster that holds nothing is as wanted"
 
 
 @pytest.mark.net
@@ -285,8 +315,35 @@ async def test_what_a_namespace_needs_is_said_when_it_is_missing(live: InProcess
     assert len(cache.namespace_hex(view, model="/models/fake", salt=None, adapter="x")) == 64
 
 
+@pytest.mark.net
+async def test_clearing_a_name_that_nobody_uses_is_said_and_has_an_exit_code_of_its_own(
+    live: InProcessCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await complete(live, "tenant")
+    at = ["--join", live.join_url]
+    assert await asyncio.to_thread(main, ["cache", "clear", "--salt", "tenannt", *at]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    view = await fetch(JoinOptions.of(join=live.join_url), timeout_s=30.0)
+    name = cache.namespace_hex(view, model=None, salt="tenannt", adapter=None)
+    wanted = f"no pages under namespace {name} (computed from model 'fake', salt 'tenannt', no "
+    assert line.startswith(f"kvferry: error: {wanted}adapter): nothing was cleared.")
+    assert "`kvferry status` lists the namespaces" in line
+    assert await asyncio.to_thread(main, ["cache", "clear", "--salt", "tenant", *at]) == 0
+    assert await asyncio.to_thread(main, ["cache", "clear", "--all", *at]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_without_nodes_there_is_no_namespace_and_without_a_gateway_no_clearing() -> None:
     with pytest.raises(StartError, match="no prefill or decode node has joined"):
         cache.namespace_hex(MembershipView(), model=None, salt=None, adapter=None)
     with pytest.raises(StartError, match="kvferry gateway"):
         cache.clear(MembershipView(), {"all": True}, None)
+
+
+def test_pages_that_an_ssd_did_not_get_are_told() -> None:
+    lost = {**NUMBERS, "evicted_unspilled": 53.0}
+    shown = summary(member_of("s1", {}), stats_of(lost))
+    assert shown["unspilled"] == 53
+    assert "s1: 53 pages left memory without a copy on the SSD" in store_text({"s1": shown})
+    calm = summary(member_of("s1", {}), stats_of(NUMBERS))
+    assert "without a copy" not in store_text({"s1": calm})

@@ -1,0 +1,102 @@
+"""What ``kvferry status`` says of nodes: the truth about their pages, and nothing about nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from launch.cluster import with_ports
+from launch.config import JoinOptions, UpOptions
+from launch.errors import StartError
+from launch.http_client import post_json
+from launch.inproc import InProcessCluster
+from launch.main import main
+from launch.parts import make_network
+from launch.status import fetch, plain
+from transfer.channel import Hello, Service
+from transfer.identity import Role, new_identity
+from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
+from transfer.registry import Registry, RegistryService
+
+TIMEOUT_S = 60.0
+
+
+def pages_shown(role: Role, **gauges: float) -> str:
+    info = NodeInfo(identity=new_identity(role, "n1"), address="tcp://127.0.0.1:1")
+    view = MembershipView(members=(Member(info=info, status=NodeStatus(gauges=gauges)),))
+    heading, row = plain(view).splitlines()[1:]
+    return row[heading.index("pages") : heading.index("heartbeat")].strip()
+
+
+def test_cached_pages_are_neither_free_nor_held() -> None:
+    gauges = {"num_pages": 127.0, "num_free_pages": 116.0, "num_evictable_pages": 20.0}
+    for role in (Role.PREFILL, Role.DECODE):
+        assert pages_shown(role, **gauges) == "96 free, 20 cached, 11 held of 127"
+    assert pages_shown(Role.STORE, **gauges) == "127 stored"
+    assert pages_shown(Role.GATEWAY) == ""
+
+
+@pytest.fixture
+async def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcessCluster]:
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    options = UpOptions.of(model="fake", port=0, segment="1MiB", transfer="loopback", num_pages=64)
+    cluster = InProcessCluster(with_ports(options))
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.net
+async def test_nodes_that_cache_a_prompt_say_so_and_their_pages_add_up(
+    live: InProcessCluster,
+) -> None:
+    body = {"model": "fake", "prompt": list(range(200)), "max_tokens": 2}
+    url = f"{live.url}/v1/completions"
+    answer = await asyncio.to_thread(post_json, url, body, headers={}, timeout_s=TIMEOUT_S)
+    assert answer is not None
+    assert answer.status == 200
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:  # until the heartbeats tell of it
+            view = await fetch(JoinOptions.of(join=live.join_url), TIMEOUT_S)
+            nodes = [*view.with_role(Role.PREFILL), *view.with_role(Role.DECODE)]
+            gauges = [node.status.gauges for node in nodes]
+            if all(g["num_evictable_pages"] >= 12 for g in gauges):
+                break
+    for g in gauges:
+        assert g["num_pages"] == 63
+        assert g["num_free_pages"] == 63, "what new work may take"
+    assert "63 free" not in plain(view)
+
+
+@asynccontextmanager
+async def empty_registry() -> AsyncIterator[str]:
+    network, service = make_network(None), Service()
+    registry = RegistryService(Registry(), service)
+    listener = await network.listen(
+        service, Hello(identity=new_identity(Role.GATEWAY)), "tcp://127.0.0.1:0"
+    )
+    try:
+        yield listener.address
+    finally:
+        registry.close()
+        await listener.close()
+        await network.close()
+
+
+@pytest.mark.net
+async def test_a_registry_without_nodes_is_an_error_and_not_an_empty_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with empty_registry() as join:
+        with pytest.raises(StartError, match="no node is registered with it: start nodes"):
+            await fetch(JoinOptions.of(join=join), TIMEOUT_S)
+        assert await asyncio.to_thread(main, ["status", "--join", join]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"--join {join}: a registry answers there" in said.err
