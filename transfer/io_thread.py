@@ -45,9 +45,9 @@ Events = list[tuple[selectors.SelectorKey, int]]
 class _Selector(selectors.DefaultSelector):
     """Gives the turn away for as long as it waits."""
 
-    def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:
+    def __init__(self, lock: threading.Lock, clock: Callable[[], float], vigil: Vigil) -> None:
         super().__init__()
-        self.vigil = Vigil()  # of the I/O thread alone
+        self.vigil = vigil  # of the I/O thread alone
         self.clock = clock
         self._epoll = select.epoll.fromfd(os.dup(self.fileno()))  # the same one: for ``mute``
         self.turn = threading.Lock()
@@ -128,9 +128,18 @@ class _Loop(asyncio.SelectorEventLoop):
 class IoThread:
     """Runs callbacks and coroutines on its own loop. Not restartable."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        vigil: Vigil | None = None,
+    ) -> None:
+        """Args:
+        vigil: how long to stay awake after what ``expect_more`` was told of.
+        """
         self._lock = threading.Lock()
-        self._selector = _Selector(self._lock, clock)
+        self._selector = _Selector(self._lock, clock, vigil or Vigil())
         self._loop = _Loop(self._selector)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopped = False
@@ -142,6 +151,12 @@ class IoThread:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
+
+    @property
+    def native_id(self) -> int:
+        """The kernel's name of the thread. Started ones have one."""
+        assert self._thread.native_id is not None, "the thread was not started"
+        return self._thread.native_id
 
     @property
     def is_alive(self) -> bool:

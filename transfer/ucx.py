@@ -31,7 +31,11 @@ from transfer.ucx_farewell import Farewells
 from transfer.ucx_operation import UcxOperation
 from transfer.ucx_peer import UcxPeer
 from transfer.ucx_server import UcxServer
+from transfer.vigil import Vigil
 
+MAX_NOW_RANGES = 16  # of a read that is sent from the application's thread
+SPIN_S = 0.0005  # the ucx thread awake after the last small operation of a series
+OFTEN_S = 0.001  # between the operations of a series: one over UCX's tcp takes half of that
 FAREWELL_LIMIT_S = 0.1  # for peers to hang up, when everything is stopped at once
 FIRST_EPHEMERAL = 32_768  # Linux: net.ipv4.ip_local_port_range
 FIRST_BESIDE, NUM_BESIDE = 10_000, 20_000
@@ -56,8 +60,12 @@ class UcxTransport:
         """
         self._config = config
         self._incarnation = incarnation
-        self._io = IoThread(f"kvferry-ucx-{incarnation[:6]}")
-        self._server = UcxServer(config, incarnation, regions, counters)
+        self._io = IoThread(
+            f"kvferry-ucx-{incarnation[:6]}", vigil=Vigil(spin_s=SPIN_S, often_s=OFTEN_S)
+        )
+        self._server = UcxServer(
+            config, incarnation, regions, counters, on_served=self._io.expect_more
+        )
         self._context: Context | None = None
         self._resolver = Resolver()
         self._farewells = Farewells()
@@ -103,8 +111,18 @@ class UcxTransport:
             max_ranges=config.max_ranges_per_request,
             max_nbytes=min(config.request_nbytes, MAX_REQUEST_NBYTES),
         )
-        self._io.call(self._submit, operation)
+        if not self._io.try_now(self._submit_now, operation):
+            self._io.call(self._submit, operation)
         await operation.wait(self._withdraw_soon)
+
+    def _submit_now(self, operation: UcxOperation) -> bool:
+        """Ask from the application's thread if that takes no longer than telling the ucx thread."""
+        move, endpoint = operation.move, operation.move.token.endpoint
+        peer = self._peers.get((endpoint.ucx, endpoint.incarnation))
+        if peer is None or not peer.quiet or move.right == "w" or len(move.ranges) > MAX_NOW_RANGES:
+            return False
+        peer.submit(operation)
+        return True
 
     def _submit(self, operation: UcxOperation) -> None:
         endpoint = operation.move.token.endpoint
@@ -120,6 +138,7 @@ class UcxTransport:
                 self._farewells,
                 self._resolver,
                 *key,
+                on_done=self._io.expect_more,
             )
             self._peers[key] = peer
         peer.submit(operation)

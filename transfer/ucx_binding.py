@@ -43,6 +43,13 @@ class Message(NamedTuple):
     handle: object
 
 
+class Runs(NamedTuple):
+    """Several runs of memory of the host, the bytes of one message in this order."""
+
+    memory: object  # that the runs lie in: kept until the message has moved
+    runs: Sequence[tuple[int, int]]  # (address, nbytes)
+
+
 class Flight(Protocol):
     """A send or receive under way. Its buffer must live until it has completed."""
 
@@ -66,6 +73,11 @@ class Worker(Protocol):
     @property
     def moves_only_in_progress(self) -> bool:
         """Whether memory is touched for this worker within its own calls only."""
+        ...
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether ``send`` and ``receive`` take ``Runs`` for a buffer, at no loss of speed."""
         ...
 
     @property

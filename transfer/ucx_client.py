@@ -33,17 +33,30 @@ from transfer.ucx_lifeline import Lifeline, introduce_client
 from transfer.ucx_link import UcxLink
 from transfer.ucx_meeting import Meeting
 from transfer.ucx_operation import UcxOperation, UcxRequest
+from transfer.ucx_pieces import MAX_PIECE_NBYTES
 from transfer.window import RequestWindow
 
 MAX_REQUEST_NBYTES = 64 << 20  # the cut into pieces must fit their numbers
+LARGE_NBYTES = 8 << 20  # requests from here on move in larger pieces
+LARGE_PIECES = 4  # times as large
 
 
 class UcxClient:
     """One connection that carries our requests."""
 
-    def __init__(self, config: TransferConfig, on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: TransferConfig,
+        on_gone: Callable[[], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        """Args:
+        on_gone: the connection has ended.
+        on_done: an operation has succeeded.
+        """
         self._piece_nbytes = config.piece_nbytes
         self._on_gone = on_gone
+        self._on_done = on_done
         self._requests: dict[int, UcxRequest] = {}
         self._number = 0
         self._operations: dict[UcxOperation, None] = {}  # ordered set
@@ -72,6 +85,15 @@ class UcxClient:
     @property
     def busy(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def moving(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def quiet(self) -> bool:
+        """True if it is open and no operation is under way."""
+        return not (self._operations or self._requests or self.link.closed)
 
     @property
     def num_operations(self) -> int:
@@ -113,6 +135,10 @@ class UcxClient:
         local: Spans = [(r.local_offset, r.nbytes) for r in request.ranges]
         spans = pack_spans([(r.remote_offset, r.nbytes) for r in request.ranges])
         token = move.token
+        gathers = packs and self.link.takes_runs
+        piece_nbytes = self._piece_nbytes
+        if self.link.takes_runs and request.nbytes >= LARGE_NBYTES:
+            piece_nbytes = min(LARGE_PIECES * piece_nbytes, MAX_PIECE_NBYTES)
         self._requests[number] = request
         self.link.send(  # first of all: the owner is at work while this side cuts its own
             Ask(
@@ -120,12 +146,20 @@ class UcxClient:
                 move.right,
                 token.region_id,
                 token.capability,
-                self._piece_nbytes,
+                piece_nbytes,
                 packs,
+                gathers,
                 spans,
             )
         )
-        cargo = Cargo(move.region, local, piece_nbytes=self._piece_nbytes, packs=packs)
+        cargo = Cargo(
+            move.region,
+            local,
+            piece_nbytes=piece_nbytes,
+            packs=packs,
+            gathers=gathers,
+            takes_runs=self.link.takes_runs,
+        )
 
         def on_end(complete: bool) -> None:
             request.complete = complete
@@ -178,6 +212,8 @@ class UcxClient:
         self._window.done(request.nbytes, operation.move.priority)
         if request.complete:
             operation.settle(request)
+            if operation.finished:
+                self._on_done()
         if operation.finished:
             self._operations.pop(operation, None)
         self._advance()

@@ -34,7 +34,7 @@ from transfer.errors import FrameInvalid, HelloRefused
 from transfer.interface import Rights
 from transfer.region import Spans
 
-UCX_PROTOCOL_VERSION = 1
+UCX_PROTOCOL_VERSION = 2
 MAX_CONTROL_NBYTES = 128 * 1024  # 4096 spans and change
 MAX_CARD_NBYTES = 64 * 1024  # worker addresses grow with the number of devices
 MAX_REQUEST = (1 << 16) - 1
@@ -68,6 +68,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=1):
     capability: bytes
     piece_nbytes: int
     packs: bool
+    gathers: bool
     spans: bytes
 
     def unpack(self) -> Spans:

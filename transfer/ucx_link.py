@@ -67,6 +67,11 @@ class LinkHandler(Protocol):
         """True while something of the peer is awaited."""
         ...
 
+    @property
+    def moving(self) -> bool:
+        """True while a request is not over, on whichever side."""
+        ...
+
     def on_control(self, message: Control) -> None: ...
 
     def on_lost(self, error: TransferError) -> None: ...
@@ -120,6 +125,11 @@ class UcxLink:
         return self._lifeline.name
 
     @property
+    def takes_runs(self) -> bool:
+        """Whether UCX takes several runs of memory for one piece here."""
+        return self._worker.takes_runs
+
+    @property
     def finishing(self) -> bool:
         return self._lifeline.finishing
 
@@ -137,12 +147,17 @@ class UcxLink:
             self.close(PeerLost(f"{self.name} asks and does not take the answers"))
             return
         data = encode_control(message)
+        try:
+            flight = self._worker.send(data, pack_tag(self._peer, 0, 0))
+        except TransferError as error:
+            self._loop.call_soon(self._fail, error)  # whoever asked is told as of any lost one
+            return
         self._num_controls += 1
 
         def settle(_error: TransferError | None) -> None:
             self._num_controls -= 1
 
-        self._flights.post(self._worker.send(data, pack_tag(self._peer, 0, 0)), None, settle)
+        self._flights.post(flight, None, settle)
         self.kick()
 
     def ship(self, shipment: Shipment) -> None:
@@ -171,16 +186,18 @@ class UcxLink:
 
     def _work(self) -> bool:
         """Do what there is to do; False if the turn was over before."""
+        self._lifeline.look()
         for _ in range(MAX_ROUNDS):
-            self._lifeline.look()
             if self.closed:
                 return True
             self._worker.progress()
             busy = self._settle() | self._take() | self._land() | self._load()
             if busy:
                 self._rest.disturb()
-            elif self.closed or self._rest.arm_or_give_way(busy=self._busy):
+            elif self.closed or self._rest.arm_or_give_way(busy=self._moving):
                 return True
+            elif self._rest.gave_way:
+                return False  # on a busy machine that took a while: this loop has others too
         return False
 
     def _fail(self, error: TransferError) -> None:
@@ -318,6 +335,10 @@ class UcxLink:
             shipment.sent(failed=error is not None)
 
         self._flights.post(flight, shipment, settle)
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._flights) or self._handler.moving
 
     @property
     def _busy(self) -> bool:

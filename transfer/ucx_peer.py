@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 from transfer.config import TransferConfig
 from transfer.errors import PeerUnreachable, TransferError
@@ -38,7 +39,12 @@ class UcxPeer:
         resolver: Resolver,
         address: str,
         incarnation: str,
+        *,
+        on_done: Callable[[], None],
     ) -> None:
+        """Args:
+        on_done: called after each operation that has succeeded: the next may come at once.
+        """
         self._config = config
         self._own = own
         self._context = context
@@ -46,6 +52,7 @@ class UcxPeer:
         self._resolver = resolver
         self._address = address
         self._incarnation = incarnation
+        self._on_done = on_done
         self._loop = asyncio.get_running_loop()
         self._client: UcxClient | None = None
         self._waiting: dict[UcxOperation, None] = {}  # ordered set
@@ -57,6 +64,11 @@ class UcxPeer:
         """True if forgetting this peer loses nothing."""
         busy = self._client is not None or self._connecting is not None
         return not busy and self._backoff.refusal(self._loop.time()) is None
+
+    @property
+    def quiet(self) -> bool:
+        """True if the connection is open and carries nothing."""
+        return self._client is not None and self._client.quiet
 
     def submit(self, operation: UcxOperation) -> None:
         if self._client is not None:
@@ -81,7 +93,7 @@ class UcxPeer:
     async def _connect(self) -> None:
         nonce = secrets.token_bytes(NONCE_NBYTES)
         handshake = ClientHandshake(self._config.secret, self._own, self._incarnation, nonce)
-        client = UcxClient(self._config, self._on_gone)
+        client = UcxClient(self._config, self._on_gone, self._on_done)
         meeting = Meeting(self._context, self._farewells)
         limit_s = self._config.connect_timeout_s
         failure: TransferError | None = PeerUnreachable(f"connecting to {self._address} was ended")

@@ -6,6 +6,12 @@ bounce buffer, because a message costs more than the copy of a few kilobytes::
 
     runs      |aaaaaaaaaaaaaaaaaaaa|bb|c|ddd|eeeeeeeeee|
     pieces    |aaaaaaaa|aaaaaaaa|aa| b+c+d |eeeeeeeeee|
+
+Where both sides *gather*, a message may lie in several places: long runs that fit a piece share it
+too, and still travel without a copy from region to region::
+
+    runs      |aaaaaa|bbbbbb|cccccc|dd|e|ffffff|gggggg|
+    pieces    | aaaaaa+bbbbbb|cccccc|d+e| ffffff+gggggg |
 """
 
 from __future__ import annotations
@@ -31,13 +37,16 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-def cut(lengths: Sequence[int], piece_nbytes: int, *, packs: bool) -> list[Piece]:
+def cut(
+    lengths: Sequence[int], piece_nbytes: int, *, packs: bool, gathers: bool = False
+) -> list[Piece]:
     """Return the pieces of runs of these lengths, in order.
 
     Args:
         lengths: bytes of each run, none of them 0.
         piece_nbytes: the longest piece.
         packs: whether short runs may share a piece.
+        gathers: whether long runs may; a piece has either short ones or long ones.
 
     Raises:
         FrameInvalid: an impossible ``piece_nbytes``, or too many pieces.
@@ -47,22 +56,21 @@ def cut(lengths: Sequence[int], piece_nbytes: int, *, packs: bool) -> list[Piece
     if sum(lengths) // piece_nbytes + len(lengths) > MAX_PIECES:
         raise FrameInvalid(f"{len(lengths)} runs make more than {MAX_PIECES} pieces")
     pieces: list[Piece] = []
-    room = 0  # left in the last piece, if that is a packed one
+    room, last_short = 0, False  # left in the last piece, for runs of its kind
     for index, nbytes in enumerate(lengths):
-        if packs and nbytes < PACKED_RUN_NBYTES:
-            if nbytes <= room:
-                last = pieces[-1]
-                pieces[-1] = Piece(last.first, last.num_runs + 1, 0, last.nbytes + nbytes)
-                room -= nbytes
-                continue
-            if nbytes <= piece_nbytes:
-                pieces.append(Piece(index, 1, 0, nbytes))
-                room = min(piece_nbytes, MAX_PACKED_NBYTES) - nbytes
-                continue
-        room = 0
-        if nbytes <= piece_nbytes:  # as below; most pages are one piece
-            pieces.append(Piece(index, 1, 0, nbytes))
+        short = packs and nbytes < PACKED_RUN_NBYTES
+        if nbytes <= room and short == last_short:
+            last = pieces[-1]
+            pieces[-1] = Piece(last.first, last.num_runs + 1, 0, last.nbytes + nbytes)
+            room -= nbytes
             continue
+        last_short = short
+        if nbytes <= piece_nbytes:
+            pieces.append(Piece(index, 1, 0, nbytes))
+            limit = MAX_PACKED_NBYTES if short else piece_nbytes if gathers else 0
+            room = min(piece_nbytes, limit) - nbytes
+            continue
+        room = 0
         pieces += [
             Piece(index, 1, skip, min(piece_nbytes, nbytes - skip))
             for skip in range(0, nbytes, piece_nbytes)

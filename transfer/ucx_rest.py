@@ -1,15 +1,21 @@
 """When a ucx connection sleeps, stays awake, or lets others have the core.
 
-Owns the time of the last event. Knows no pieces and no peers. Sleeping and waking up costs as much
-as moving a small page, so a connection with something under way looks again for ``SPIN_S`` after
-its last event. Then it sleeps on the worker's descriptor; and where UCX does not agree, because the
-peer has not made room yet, it gives the core away: the peer may be waiting for just that one.
-Without that, two sides on one core spend a time slice on each full queue of shared memory.
+Owns the time of the last event, and what may still be spent on waiting awake. Knows no pieces and
+no peers. Sleeping and waking up costs as much as moving a small page, and the other side pays for
+it too, so a connection that is moving something looks again for ``SPIN_S`` after its last event,
+then until ``LINGER_S`` with the core given away at each look. Then it sleeps on the worker's
+descriptor; and where UCX does not agree, because the peer has not made room yet, it gives the core
+away: the peer may be waiting for just that one. Without that, two sides on one core spend a time
+slice on each full queue of shared memory.
 
 ::
 
-    event ──SPIN_S──▶ armed ──▶ asleep until the descriptor is readable
-                        └── UCX has more to do ──▶ core given away, then awake again
+    event ──SPIN_S──▶ lingers ──LINGER_S, or nothing left to spend──▶ armed ──▶ asleep until the
+                                                       descriptor is readable ◀────┤
+                            core given away, awake again ◀── UCX has more to do ───┘
+
+Invariant: in any time T lingering costs at most ``MAX_LINGERED_S`` + T / ``LINGER_SHARE``, however
+the events come. So a peer that stalls costs ``LINGER_S``, and one that trickles a share of a core.
 """
 
 from __future__ import annotations
@@ -19,7 +25,10 @@ from collections.abc import Callable
 
 from transfer.ucx_binding import Worker
 
-SPIN_S = 0.0002  # awake after the last event while something is under way: waking up costs as much
+SPIN_S = 0.0002  # awake after the last event while something is moving: waking up costs as much
+LINGER_S = 0.002  # the same, but everybody else goes first
+LINGER_SHARE = 8  # of the time, at most one part in so many is spent lingering,
+MAX_LINGERED_S = 0.05  # but so much at once
 
 
 class Rest:
@@ -38,21 +47,52 @@ class Rest:
         self._worker = worker
         self._clock = clock
         self._give_way = give_way
-        self._awake_until_s = 0.0
+        self._event_s = float("-inf")
+        self._credit_s = MAX_LINGERED_S
+        self._credited_s = clock()
+        self._looked_s: float | None = None  # while lingering
+        self.gave_way = False  # at the last look: that may have taken as long as others liked
 
     def disturb(self) -> None:
         """Something has happened: more may come soon."""
-        self._awake_until_s = self._clock() + SPIN_S
+        self._event_s = self._clock()
+        self._looked_s = None
 
     def arm_or_give_way(self, *, busy: bool) -> bool:
         """Arm the worker's descriptor; False if it is to be progressed again instead.
 
         Args:
-            busy: whether something is under way or awaited.
+            busy: whether something is moving: under way, asked for, or awaited.
         """
-        if busy and self._clock() < self._awake_until_s:
+        self.gave_way = False
+        if busy and self._stays_awake(self._clock()):
             return False
+        self._looked_s = None
         if self._worker.arm():
             return True
-        self._give_way()
+        self._let_others_go()
         return False
+
+    def _let_others_go(self) -> None:
+        self.gave_way = True
+        self._give_way()
+
+    def _stays_awake(self, now_s: float) -> bool:
+        quiet_s = now_s - self._event_s
+        if quiet_s < SPIN_S:
+            self._looked_s = None
+            return True
+        if quiet_s >= LINGER_S or not self._may_linger(now_s):
+            return False
+        self._let_others_go()
+        return True
+
+    def _may_linger(self, now_s: float) -> bool:
+        """Pay for the time since the last look, if that was spent lingering."""
+        earned_s = (now_s - self._credited_s) / LINGER_SHARE
+        self._credit_s = min(MAX_LINGERED_S, self._credit_s + earned_s)
+        self._credited_s = now_s
+        if self._looked_s is not None:
+            self._credit_s -= now_s - self._looked_s
+        self._looked_s = now_s
+        return self._credit_s > 0

@@ -76,6 +76,10 @@ class UcxServed:
     def busy(self) -> bool:
         return False  # pieces aboard are watched by the link; what is to come, by the client
 
+    @property
+    def moving(self) -> bool:
+        return bool(self._freights)
+
     def on_control(self, message: Control) -> None:
         if isinstance(message, Ask):
             self._on_ask(message)
@@ -116,7 +120,14 @@ class UcxServed:
         region = self._server.regions.authorize(ask.region_id, ask.capability, ask.right)
         spans = ask.unpack()
         check_spans(spans, region.nbytes)
-        cargo = Cargo(region, spans, piece_nbytes=ask.piece_nbytes, packs=ask.packs)
+        cargo = Cargo(
+            region,
+            spans,
+            piece_nbytes=ask.piece_nbytes,
+            packs=ask.packs,
+            gathers=ask.gathers,
+            takes_runs=self.link.takes_runs,
+        )
         if not may_pack(region) and any(piece.num_runs > 1 for piece in cargo.pieces):
             return region, None
         return region, cargo
@@ -133,6 +144,7 @@ class UcxServed:
             error = DeadlineExceeded("cancelled by the asking side")
         else:
             self._server.counters.add(bytes_served=nbytes)
+            self._server.on_served()
         self._answer(request, error)
 
     def _answer(self, request: int, error: TransferError | None) -> None:
@@ -153,7 +165,13 @@ class UcxServer:
         incarnation: str,
         regions: RegionTable,
         counters: CounterBoard,
+        *,
+        on_served: Callable[[], None],
     ) -> None:
+        """Args:
+        on_served: called after each request that was served: the next may come at once.
+        """
+        self.on_served = on_served
         self.regions = regions
         self.counters = counters
         self._config = config

@@ -61,6 +61,8 @@ class UcpFlight:
 class UcpWorker:
     """One ``ucp_worker`` with one endpoint."""
 
+    takes_runs = False
+
     def __init__(self, context: api.UCXContext, *, moves_only_in_progress: bool = False) -> None:
         self.moves_only_in_progress = moves_only_in_progress
         self._worker: api.UCXWorker | None = api.UCXWorker(context)

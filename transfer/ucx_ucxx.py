@@ -19,10 +19,21 @@ from transfer.ucx_binding import (
     Context,
     Flight,
     Message,
+    Runs,
     UcxUnavailable,
     Worker,
     moves_only_in_progress,
     without_idle_cma,
+)
+from transfer.ucx_calls import (
+    IN_PROGRESS,
+    NO_RESOURCE,
+    TRUNCATED,
+    Calls,
+    Place,
+    Refused,
+    place_of,
+    place_of_runs,
 )
 from transfer.ucx_orphans import destroy_context, destroy_worker, keep_for_good
 
@@ -39,28 +50,28 @@ OPTIONAL = ("POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING")
 SWEEP_AT = 64  # flights remembered; beyond, those that have completed are forgotten
 MAX_BREAK_ROUNDS = 1000  # of progress, until everything cut off has completed
 _RESOURCE = re.compile(r"^#.*resource.*md.*dev.*flags.*?(\S+/\S+)\s*$", re.MULTILINE)
-_ANY_TAG = api.UCXXTag(0)
-_ANY_MASK = api.UCXXTagMask(0)
 _PERMISSION = "; see UCX_TLS and, for RDMA, the limit on locked memory (ulimit -l unlimited)"
 
 
-def _failure(error: api.UCXError) -> TransferError:
+def _failure(error: object) -> TransferError:
     """Translate an error of an established connection."""
     return PeerLost(f"the ucx connection broke: {error}")
 
 
 class UcxxFlight:
-    """One request of ucxx; holds it and the buffer until it has completed, and no longer.
+    """One request of UCX; holds the buffer until it has completed, and no longer."""
 
-    A request keeps its worker open, and whoever looks at a failure may keep this.
-    """
-
-    __slots__ = ("_buffer", "_error", "_request")
+    __slots__ = ("_calls", "_error", "_keeps", "_request")
     takes_nothing = False
 
-    def __init__(self, request: api.UCXRequest, buffer: object) -> None:
-        self._request: api.UCXRequest | None = request
-        self._buffer: object = buffer
+    def __init__(self, calls: Calls, request: int | None, keeps: object) -> None:
+        """Args:
+        request: None if it completed at once.
+        keeps: what must live until then.
+        """
+        self._calls = calls
+        self._request = request
+        self._keeps = None if request is None else keeps
         self._error: TransferError | None = None
 
     @property
@@ -68,20 +79,14 @@ class UcxxFlight:
         request = self._request
         if request is None:
             return True
-        if not request.completed:
+        status = self._calls.status(request)
+        if status == IN_PROGRESS:
             return False
-        self._let_go(request)
+        self._calls.free(request)
+        self._request = self._keeps = None
+        if status < 0 and not (status == TRUNCATED and self.takes_nothing):
+            self._error = _failure(f"status {status}")
         return True
-
-    def _let_go(self, request: api.UCXRequest) -> None:
-        self._request = self._buffer = None
-        try:
-            request.check_error()
-        except api.UCXMessageTruncatedError as error:
-            if not self.takes_nothing:  # else it is what was asked for
-                self._error = _failure(error)
-        except api.UCXError as error:
-            self._error = _failure(error)
 
     def error(self) -> TransferError | None:
         return self._error
@@ -100,6 +105,8 @@ class UcxxWorker:
     def __init__(self, context: UcxxContext, worker: api.UCXWorker) -> None:
         self._context = context
         self._worker: api.UCXWorker | None = worker
+        self._handle: int = worker.handle
+        self._calls = context.calls
         self._endpoint: api.UCXEndpoint | None = None
         self._receives: list[UcxxFlight] = []
         self._sends: list[UcxxFlight] = []
@@ -115,6 +122,10 @@ class UcxxWorker:
     @property
     def moves_only_in_progress(self) -> bool:
         return moves_only_in_progress(self._context.resources)
+
+    @property
+    def takes_runs(self) -> bool:
+        return self.moves_only_in_progress  # a device would get them piecemeal, by copies
 
     @property
     def address(self) -> bytes:
@@ -143,32 +154,35 @@ class UcxxWorker:
 
     def send(self, buffer: object, tag: int) -> Flight:
         assert self._endpoint is not None, "send() before connect()"
+        place = _place(buffer)
         try:
-            request = self._endpoint.tag_send(Array(buffer), api.UCXXTag(tag))
-        except api.UCXNoResourceError as error:
-            raise BlockingIOError(str(error)) from error
-        except api.UCXError as error:
-            raise _failure(error) from error
-        return _keep(self._sends, UcxxFlight(request, buffer))
+            request = self._calls.send(self._endpoint.handle, place, tag)
+        except Refused as refused:
+            raise _translated(refused) from refused
+        return _keep(self._sends, UcxxFlight(self._calls, request, place))
 
     def probe(self) -> Message | None:
-        found = self._open.tag_probe(_ANY_TAG, _ANY_MASK, True)
-        return Message(found.sender_tag.value, found.length, found) if found.matched else None
+        found = self._calls.probe(self._handle)
+        return None if found is None else Message(*found)
 
     def receive(self, message: Message, buffer: object) -> Flight:
-        return _keep(self._receives, UcxxFlight(self._take(message, buffer), buffer))
+        place = _place(buffer)
+        return _keep(self._receives, UcxxFlight(self._calls, self._take(message, place), place))
 
     def drop(self, message: Message) -> Flight:
-        nothing = bytearray()
-        return _keep(self._receives, _Dropped(self._take(message, nothing), nothing))
-
-    def _take(self, message: Message, buffer: object) -> api.UCXRequest:
+        place = place_of(0, 0, None)
         try:
-            return self._open.tag_recv_with_handle(Array(buffer), message.handle)
-        except api.UCXNoResourceError as error:
-            raise BlockingIOError(str(error)) from error
-        except api.UCXError as error:
-            raise _failure(error) from error
+            request = self._take(message, place)
+        except PeerLost:  # it was short, and is gone: nothing is what was asked for
+            request = None
+        return _keep(self._receives, _Dropped(self._calls, request, place))
+
+    def _take(self, message: Message, place: Place) -> int | None:
+        assert isinstance(message.handle, int), "a message of another binding"
+        try:
+            return self._calls.receive(self._handle, place, message.handle)
+        except Refused as refused:
+            raise _translated(refused) from refused
 
     def break_off(self) -> bool:
         if self._endpoint is None:
@@ -202,6 +216,19 @@ class UcxxWorker:
         self._worker = self._endpoint = None
 
 
+def _place(buffer: object) -> Place:
+    """Return where the bytes of a message are: in ``Runs``, or in one buffer of any kind."""
+    if isinstance(buffer, Runs):
+        return place_of_runs(buffer.runs, buffer.memory)
+    array = Array(buffer)
+    return place_of(array.ptr, array.nbytes, buffer)
+
+
+def _translated(refused: Refused) -> Exception:
+    """Return what the interface says is raised when UCX does not begin."""
+    return BlockingIOError(str(refused)) if refused.status == NO_RESOURCE else _failure(refused)
+
+
 def _keep(flights: list[UcxxFlight], flight: UcxxFlight) -> UcxxFlight:
     """Remember a flight until it has completed, or a little longer: looking costs, keeping not."""
     if len(flights) >= SWEEP_AT:
@@ -216,6 +243,7 @@ class UcxxContext:
     dialect = DIALECT
 
     def __init__(self, context: api.UCXContext) -> None:
+        self.calls = Calls()
         self._context: api.UCXContext | None = context
         self._num_open = 0
         self._orphaned = False

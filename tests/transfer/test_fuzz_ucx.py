@@ -28,9 +28,9 @@ from transfer.ucx_codec import (
     encode_control,
     unpack_tag,
 )
-from transfer.ucx_pieces import MAX_PACKED_NBYTES, cut
+from transfer.ucx_pieces import MAX_PACKED_NBYTES, PACKED_RUN_NBYTES, cut
 
-ASK = Ask(7, "r", 1 << 16, b"c" * 16, 1 << 20, True, pack_spans([(0, 4096), (8192, 1)]))
+ASK = Ask(7, "r", 1 << 16, b"c" * 16, 1 << 20, True, True, pack_spans([(0, 4096), (8192, 1)]))
 MESSAGES = [ASK, Done(7, 2, "no"), Cancel(7)]
 CARD = Card(UCX_PROTOCOL_VERSION, "tag", 1 << 31, b"address" * 20)
 CUT_NBYTES = 16 << 20  # of piece lists; the largest request makes MAX_PIECES of them
@@ -92,17 +92,27 @@ lengths = st.lists(st.one_of(st.integers(1, 1 << 16), st.sampled_from(EDGES[1:])
 
 
 @BOUNDED
-@given(lengths, st.one_of(st.integers(0, 1 << 27), st.sampled_from(EDGES)), st.booleans())
+@given(
+    lengths,
+    st.one_of(st.integers(0, 1 << 27), st.sampled_from(EDGES)),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_request_is_cut_into_few_pieces_that_cover_it_or_refused(
-    runs: list[int], piece_nbytes: int, packs: bool
+    runs: list[int], piece_nbytes: int, packs: bool, gathers: bool
 ) -> None:
     with suppress(FrameInvalid):
-        pieces = cut(runs, piece_nbytes, packs=packs)
+        pieces = cut(runs, piece_nbytes, packs=packs, gathers=gathers)
         assert len(pieces) <= MAX_PIECES
         assert sum(piece.nbytes for piece in pieces) == sum(runs)
         for piece in pieces:
             assert piece.nbytes <= piece_nbytes
-            assert piece.num_runs == 1 or piece.nbytes <= MAX_PACKED_NBYTES
+            shared = runs[piece.first : piece.first + piece.num_runs]
+            if piece.num_runs > 1 and packs and min(shared) < PACKED_RUN_NBYTES:
+                assert max(shared) < PACKED_RUN_NBYTES, "short and long ones in one piece"
+                assert piece.nbytes <= MAX_PACKED_NBYTES
+            assert piece.num_runs == 1 or piece.nbytes == sum(shared)
+            assert piece.num_runs == 1 or packs or gathers
 
 
 def test_the_longest_request_costs_a_bounded_amount() -> None:

@@ -11,6 +11,7 @@ from tests.transfer.bulk_harness import pattern
 from transfer.errors import FrameInvalid
 from transfer.gate import Gate
 from transfer.region import HostRegion, RegionTable
+from transfer.ucx_binding import Runs
 from transfer.ucx_cargo import Cargo
 from transfer.ucx_freight import Delivery, Shipment
 from transfer.ucx_pieces import MAX_PACKED_NBYTES, PACKED_RUN_NBYTES, Piece, cut
@@ -143,3 +144,52 @@ def test_short_runs_share_pieces_and_long_ones_do_not() -> None:
         Piece(0, 1, 4096, 4096),
         Piece(0, 1, 8192, 1808),
     ]
+
+
+def test_long_runs_share_pieces_where_both_sides_gather_and_never_with_short_ones() -> None:
+    page = 368_640
+    shared = cut([page] * 64, 4 << 20, packs=True, gathers=True)
+    assert [piece.num_runs for piece in shared] == [11] * 5 + [9]
+    mixed = cut([5, PACKED_RUN_NBYTES, PACKED_RUN_NBYTES, 6, 7], 1 << 20, packs=True, gathers=True)
+    assert [piece.num_runs for piece in mixed] == [1, 2, 2]
+
+
+LONG_SPANS = [(0, 40_000), (50_000, 40_000), (100_000, 5), (100_010, 7), (120_000, 50_000)]
+
+
+def long_cargo(memory: bytearray, *, takes_runs: bool) -> Cargo:
+    region = RegionTable(lambda *_: b"").register_host(memoryview(memory))
+    return Cargo(
+        region,
+        LONG_SPANS,
+        piece_nbytes=PIECE_NBYTES * 2,
+        packs=True,
+        gathers=True,
+        takes_runs=takes_runs,
+    )
+
+
+def test_a_gathered_piece_is_the_memory_of_its_runs_and_is_not_copied() -> None:
+    memory = bytearray(pattern(300_000).tobytes())
+    cargo = long_cargo(memory, takes_runs=True)
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    first, short, last = cargo.pieces
+    for place in (cargo.load(first), cargo.berth(first)):
+        assert isinstance(place, Runs)
+        assert place.runs == [(start, 40_000), (start + 50_000, 40_000)]
+    cargo.unload(first, cargo.berth(first))  # the bytes are where they belong
+    assert isinstance(cargo.berth(short), bytearray)
+    assert (last.num_runs, last.nbytes) == (1, 50_000)
+
+
+def test_a_side_that_cannot_gather_gives_the_same_bytes_by_way_of_a_buffer() -> None:
+    source, target = bytearray(pattern(300_000).tobytes()), bytearray(300_000)
+    sent, received = long_cargo(source, takes_runs=False), long_cargo(target, takes_runs=False)
+    assert sent.pieces == long_cargo(source, takes_runs=True).pieces, "both sides cut alike"
+    for piece in sent.pieces:
+        berth = received.berth(piece)
+        memoryview(berth)[:] = memoryview(sent.load(piece))  # type: ignore[arg-type]
+        received.unload(piece, berth)
+    for offset, nbytes in LONG_SPANS:
+        assert target[offset : offset + nbytes] == source[offset : offset + nbytes]
+    assert target.count(0) >= 300_000 - sum(nbytes for _, nbytes in LONG_SPANS)

@@ -41,6 +41,7 @@ class Scene:
             token.capability,
             PIECE_NBYTES,
             True,
+            False,
             spans,
         )
 

@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from transfer.errors import PeerClosed, TransferError
+from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.gate import Gate
 from transfer.region import RegionTable
 from transfer.ucx_binding import Flight, Message
 from transfer.ucx_cargo import Cargo
-from transfer.ucx_codec import Control, pack_tag
+from transfer.ucx_codec import Cancel, Control, pack_tag
 from transfer.ucx_farewell import Farewells
 from transfer.ucx_freight import Delivery, Shipment
 from transfer.ucx_lifeline import Lifeline
@@ -40,19 +40,21 @@ class _Worker:
     """Keeps everything under way until it is told otherwise."""
 
     moves_only_in_progress = True
+    takes_runs = False
     quiet = True
     address = b""
 
     def __init__(self) -> None:
         self.flights: list[_Flight] = []
         self.announced: list[Message] = []
+        self.num_looks = 0
         self._ends = socket.socketpair()
 
     def fileno(self) -> int:
         return self._ends[0].fileno()
 
     def progress(self) -> None:
-        pass
+        self.num_looks += 1
 
     def arm(self) -> bool:
         return True
@@ -84,13 +86,16 @@ class _Worker:
 
 
 class _Handler:
-    busy = False
+    busy = moving = False
 
     def on_control(self, message: Control) -> None:
         raise AssertionError(message)
 
+    def __init__(self) -> None:
+        self.errors: list[TransferError] = []
+
     def on_lost(self, error: TransferError) -> None:
-        pass
+        self.errors.append(error)
 
 
 class Bed:
@@ -101,7 +106,8 @@ class Bed:
         sock, self._peer = socket.socketpair()
         sock.setblocking(False)
         lifeline = Lifeline(sock, "the peer", lambda error: self.link.close(error))
-        self.link = UcxLink(self.worker, lifeline, _Handler(), Farewells(), own=OWN, peer=PEER)
+        self.handler = _Handler()
+        self.link = UcxLink(self.worker, lifeline, self.handler, Farewells(), own=OWN, peer=PEER)
         memory = memoryview(bytearray(NUM_PIECES * nbytes))
         region = RegionTable(lambda *_: b"").register_host(memory)
         spans = [(i * nbytes, nbytes) for i in range(NUM_PIECES)]
@@ -147,4 +153,32 @@ async def test_pieces_being_received_are_bounded_in_number_and_in_bytes(
     bed.worker.flights[0].completed = True
     assert await bed.turn() == limit, "another piece follows one that arrived, and only one"
     assert len(bed.worker.flights) == limit + 1
+    bed.close()
+
+
+async def test_a_control_message_that_ucx_refuses_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bed = Bed(SHORT)
+
+    def refuse(_buffer: object, _tag: int) -> Flight:
+        raise PeerLost("the endpoint is gone")
+
+    monkeypatch.setattr(bed.worker, "send", refuse)
+    bed.link.send(Cancel(1))  # does not raise: whoever waits for the request is told
+    await bed.turn()
+    assert [str(error) for error in bed.handler.errors] == ["the endpoint is gone"]
+    bed.close()
+
+
+async def test_a_connection_that_gives_the_core_away_lets_the_loop_go_on_after_each_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bed = Bed(SHORT)
+    monkeypatch.setattr(bed.worker, "arm", lambda: False)
+    await bed.turn()
+    for _ in range(5):
+        looks = bed.worker.num_looks
+        await asyncio.sleep(0)
+        assert bed.worker.num_looks == looks + 1
     bed.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.ucx_rest import SPIN_S, Rest
+from transfer.ucx_rest import LINGER_S, LINGER_SHARE, MAX_LINGERED_S, SPIN_S, Rest
 
 
 class Bed:
@@ -28,8 +28,47 @@ def test_it_stays_awake_after_an_event_while_something_is_under_way() -> None:
     bed.now_s += SPIN_S / 2
     assert not bed.rest.arm_or_give_way(busy=True)
     assert (bed.num_arms, bed.num_ways_given) == (0, 0)
-    bed.now_s += SPIN_S
+    bed.now_s += LINGER_S
     assert bed.rest.arm_or_give_way(busy=True)
+
+
+def test_it_lingers_for_what_is_on_its_way_and_lets_everybody_else_go_first() -> None:
+    bed = Bed(agrees=True)
+    bed.rest.disturb()
+    bed.now_s += 2 * SPIN_S
+    assert not bed.rest.arm_or_give_way(busy=True)
+    assert (bed.num_arms, bed.num_ways_given) == (0, 1)
+    assert bed.rest.arm_or_give_way(busy=False), "nothing is on its way any more"
+
+
+def lingered_s(bed: Bed, seconds: float, event_every_s: float) -> float:
+    """Look every 0.05 ms for so long; return how much of it was spent lingering."""
+    step_s, since_s, spent_s = 0.00005, 0.0, 0.0
+    end_s = bed.now_s + seconds
+    while bed.now_s < end_s:
+        if since_s >= event_every_s:
+            since_s = 0.0
+            bed.rest.disturb()
+        ways = bed.num_ways_given
+        asleep = bed.rest.arm_or_give_way(busy=True)
+        if bed.num_ways_given > ways:
+            spent_s += step_s
+        skipped_s = max(step_s, event_every_s - since_s) if asleep else step_s
+        bed.now_s += skipped_s
+        since_s += skipped_s
+    return spent_s
+
+
+def test_a_peer_that_stalls_costs_one_lingering_and_no_more() -> None:
+    bed = Bed(agrees=True)
+    bed.rest.disturb()
+    assert lingered_s(bed, 5.0, event_every_s=100.0) <= LINGER_S
+
+
+def test_a_peer_that_trickles_costs_no_more_than_its_share() -> None:
+    bed = Bed(agrees=True)
+    spent_s = lingered_s(bed, 5.0, event_every_s=0.9 * LINGER_S)
+    assert MAX_LINGERED_S < spent_s <= 1.1 * (MAX_LINGERED_S + 5.0 / LINGER_SHARE)
 
 
 def test_an_idle_one_sleeps_at_once() -> None:
@@ -43,6 +82,6 @@ def test_where_ucx_does_not_sleep_the_core_is_given_away() -> None:
     bed = Bed(agrees=False)
     bed.rest.disturb()
     assert not bed.rest.arm_or_give_way(busy=False)
-    bed.now_s += 2 * SPIN_S
+    bed.now_s += 2 * LINGER_S
     assert not bed.rest.arm_or_give_way(busy=True)
     assert bed.num_ways_given == 2

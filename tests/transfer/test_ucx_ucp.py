@@ -104,5 +104,5 @@ async def test_ends_that_use_different_bindings_are_refused_with_both_named(
     dialects = property(lambda context: "matched" if context is other else "envelope")
     monkeypatch.setattr(type(other), "dialect", dialects)
     local = peer.allocate(8)
-    with pytest.raises(HelloRefused, match=r"1/envelope here, 1/matched there.*ucxx"):
+    with pytest.raises(HelloRefused, match=r"2/envelope here, 2/matched there.*ucxx"):
         await peer.read(owner.allocate(8).export("r"), whole(8), into=local, deadline_s=soon())

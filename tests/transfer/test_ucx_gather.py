@@ -1,0 +1,159 @@
+"""Many pages cost few messages, and a small read few wake-ups: through UCX itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transfer.bulk_harness import MIB, checked_engines, pattern, soon, until, whole
+from tests.transfer.ucx_support import NEEDS_UCX
+from transfer.engine import TransferEngine
+from transfer.errors import PeerLost
+from transfer.interface import Range
+
+pytest.importorskip("ucxx")
+from transfer.ucx_binding import Runs, open_context
+from transfer.ucx_calls import NO_RESOURCE, TRUNCATED, Refused
+from transfer.ucx_ucxx import UcxxFlight, UcxxWorker, _translated
+
+pytestmark = NEEDS_UCX
+PAGE, NUM_PAGES = 368_640, 32
+TRANSPORTS = pytest.mark.parametrize("tls", ["tcp", "posix,self"])
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Runs of each message that is sent by any worker; 1 where it is one buffer."""
+    sent: list[int] = []
+    send = UcxxWorker.send
+
+    def counted(worker: UcxxWorker, buffer: object, tag: int) -> object:
+        sent.append(len(buffer.runs) if isinstance(buffer, Runs) else 1)
+        return send(worker, buffer, tag)
+
+    monkeypatch.setattr(UcxxWorker, "send", counted)
+    return sent
+
+
+@TRANSPORTS
+async def test_scattered_pages_share_messages_and_land_where_they_belong(
+    tls: str, messages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", tls)
+    nbytes = NUM_PAGES * PAGE
+    order = [(index * 13) % NUM_PAGES for index in range(NUM_PAGES)]
+    ranges = [Range(there * PAGE, here * PAGE, PAGE) for here, there in enumerate(order)]
+    async with checked_engines("ucx") as engines:
+        owner, user = await engines.make(), await engines.make()
+        remote, local = owner.allocate(nbytes), user.allocate(nbytes)
+        remote.view[:] = pattern(nbytes).data
+        token = remote.export("rw")
+        await user.read(token, ranges, into=local, deadline_s=soon())
+        for there, here, _ in ranges:
+            assert local.view[here : here + PAGE] == remote.view[there : there + PAGE]
+        assert max(messages) > 1
+        assert len(messages) < NUM_PAGES / 2, "a message for each page"
+        remote.view[:] = bytes(nbytes)
+        await user.write(token, ranges, source=local, deadline_s=soon())
+        for there, here, _ in ranges:
+            assert local.view[here : here + PAGE] == remote.view[there : there + PAGE]
+        assert user.counters().fallbacks == 0
+
+
+@TRANSPORTS
+async def test_pages_longer_than_a_piece_land_where_they_belong(
+    tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", tls)
+    page, pages = 5 * MIB, [3, 1, 4, 0, 2]
+    ranges = [Range(there * page, here * page, page) for here, there in enumerate(pages)]
+    async with checked_engines("ucx") as engines:
+        owner, user = await engines.make(), await engines.make()
+        remote, local = owner.allocate(5 * page), user.allocate(5 * page)
+        remote.view[:] = pattern(5 * page).data
+        await user.read(remote.export("r"), ranges, into=local, deadline_s=soon())
+        for there, here, _ in ranges:
+            assert local.view[here : here + page] == remote.view[there : there + page]
+
+
+async def small_read(owner: TransferEngine, user: TransferEngine, nbytes: int = 4096) -> None:
+    remote, local = owner.allocate(nbytes), user.allocate(nbytes)
+    remote.view[:] = pattern(nbytes).data
+    await user.read(remote.export("r"), whole(nbytes), into=local, deadline_s=soon())
+    assert local.view == remote.view
+    remote.revoke()
+    local.revoke()
+
+
+async def test_a_small_read_on_a_quiet_connection_is_asked_from_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with checked_engines("ucx") as engines:
+        owner, user = await engines.make(), await engines.make()
+        await small_read(owner, user)  # connects, by way of the ucx thread
+        assert user._ucx is not None
+        handed_over: list[object] = []
+        submit = user._ucx._submit
+
+        def count(operation: object) -> None:
+            handed_over.append(operation)
+            submit(operation)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(user._ucx, "_submit", count)
+        await until(lambda: user._ucx is not None and user._ucx._io.try_now(lambda: True))
+        await small_read(owner, user)
+        assert not handed_over, "the ucx thread slept: its loop could be lent"
+
+
+def test_what_ucx_says_is_translated() -> None:
+    assert isinstance(_translated(Refused(NO_RESOURCE)), BlockingIOError)
+    assert isinstance(_translated(Refused(-25)), PeerLost)
+
+
+class _Calls:
+    """One request that ends with ``ends``."""
+
+    def __init__(self, ends: int) -> None:
+        self._ends = ends
+        self.freed: list[int] = []
+
+    def status(self, _request: int) -> int:
+        return self._ends
+
+    def free(self, request: int) -> None:
+        self.freed.append(request)
+
+
+@pytest.mark.parametrize("ends", [0, TRUNCATED, -25])
+def test_a_flight_keeps_its_buffer_until_it_has_completed_and_frees_its_request_once(
+    ends: int,
+) -> None:
+    calls, buffer = _Calls(1), bytearray(8)
+    flight = UcxxFlight(calls, 7, buffer)  # type: ignore[arg-type]
+    assert not flight.completed
+    assert flight._keeps is buffer
+    calls._ends = ends
+    assert flight.completed
+    assert flight.completed
+    assert calls.freed == [7]
+    assert flight._keeps is None
+    assert isinstance(flight.error(), PeerLost) == (ends < 0)
+
+
+def test_a_message_is_dropped_whatever_its_length() -> None:
+    context = open_context(only_this_host=True)
+    one, other = context.open_worker(), context.open_worker()
+    one.connect(other.address)
+    other.connect(one.address)
+    for nbytes in (1, 100, 4 * MIB):
+        flight, dropped = one.send(bytearray(nbytes), 5), None
+        while dropped is None or not (dropped.completed and flight.completed):
+            one.progress()
+            other.progress()
+            if dropped is None and (message := other.probe()) is not None:
+                assert (message.tag, message.nbytes) == (5, nbytes)
+                dropped = other.drop(message)
+        assert dropped.error() is None
+    for worker in (one, other):
+        worker.break_off()
+        worker.close()
+    context.close()
