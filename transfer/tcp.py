@@ -16,6 +16,7 @@ from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.io_thread import IoThread
 from transfer.region import RegionTable
 from transfer.tcp_answer import AnswerWatch
+from transfer.tcp_cores import ReceiverCore
 from transfer.tcp_operation import TcpOperation
 from transfer.tcp_peer import TcpPeer
 from transfer.tcp_resolver import Resolver
@@ -44,8 +45,11 @@ class TcpTransport:
         self._config = config
         self._incarnation = incarnation
         self._io = io
+        self._core = ReceiverCore(io.native_id, io.loop)
         self._server = TcpServer(
-            config, incarnation, regions, counters, copiers, served_small=io.expect_more
+            *(config, incarnation, regions, counters, copiers),
+            served_small=io.expect_more,
+            core=self._core,
         )
         self._watch = AnswerWatch(io)
         self._sock = listen(config.host, config.port)
@@ -87,7 +91,8 @@ class TcpTransport:
         peer = self._peers.get(key)
         if peer is None:
             self._peers = {k: p for k, p in self._peers.items() if not p.idle}
-            peer = TcpPeer(self._config, self._incarnation, self._io.loop, self._resolver, *key)
+            own, loop = self._incarnation, self._io.loop
+            peer = TcpPeer(self._config, own, loop, self._resolver, *key, self._core)
             self._peers[key] = peer
         elif (link := peer.only_link) is not None:
             self._watch.end(link.link)  # what comes now need not be small

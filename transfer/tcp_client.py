@@ -15,6 +15,7 @@ from transfer.config import TransferConfig
 from transfer.error_codes import error_of
 from transfer.errors import FrameInvalid, PeerLost, PeerUnreachable, TransferError
 from transfer.tcp_codec import COPIED_NBYTES, Header, Op, control_frame
+from transfer.tcp_cores import ReceiverCore
 from transfer.tcp_handshake import ClientHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES, Request, TcpOperation
@@ -46,10 +47,15 @@ class ClientLink:
     saturated = False  # answers are always taken: that is what lets the peer go on
 
     def __init__(
-        self, config: TransferConfig, handshake: ClientHandshake, owner: RequestOwner
+        self,
+        config: TransferConfig,
+        handshake: ClientHandshake,
+        owner: RequestOwner,
+        core: ReceiverCore | None = None,
     ) -> None:
         self._handshake = handshake
         self._owner = owner
+        self._core = core
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count(1)
         self._piece_nbytes = config.piece_nbytes
@@ -61,7 +67,8 @@ class ClientLink:
     async def open(self, address: str, resolver: Resolver) -> None:
         """Connect and exchange hellos; raises the ``TransferError`` of either."""
         sock = await connect(address, resolver)
-        self._link = Link(sock, self, piece_nbytes=self._piece_nbytes, name=address)
+        piece_nbytes = self._piece_nbytes
+        self._link = Link(sock, self, piece_nbytes=piece_nbytes, name=address, core=self._core)
         try:
             self._link.send(self._handshake.first())
             await self._ready

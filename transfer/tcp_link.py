@@ -27,9 +27,10 @@ from typing import Protocol
 from transfer.cursor import FileRun
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.tcp_codec import Op, control_frame
+from transfer.tcp_cores import MANY_NBYTES, ReceiverCore
 from transfer.tcp_liveness import LIVENESS_CHECK_S, Liveness, tcp_info
 from transfer.tcp_reader import FrameHandler, FrameReader
-from transfer.tcp_sockets import lost
+from transfer.tcp_sockets import is_same_host, lost
 from transfer.tcp_writer import FrameWriter, Source
 
 _LOG = logging.getLogger(__name__)
@@ -61,10 +62,20 @@ class Link:
     """Reads and writes without blocking, fairly towards other links."""
 
     def __init__(
-        self, sock: socket.socket, handler: LinkHandler, *, piece_nbytes: int, name: str
+        self,
+        sock: socket.socket,
+        handler: LinkHandler,
+        *,
+        piece_nbytes: int,
+        name: str,
+        core: ReceiverCore | None = None,
     ) -> None:
+        """Args:
+        core: where the thread runs that receives; None: wherever the kernel likes.
+        """
         self._sock = sock
         self._handler = handler
+        self._core = core if core is not None and is_same_host(sock) else None
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(handler)
         self._writer = FrameWriter(piece_nbytes, self._transmit_file)
@@ -182,6 +193,8 @@ class Link:
     def _on_readable(self) -> None:
         if self.closed or not self._reading:
             return
+        if self._core is not None and self._reader.left_nbytes >= MANY_NBYTES:
+            self._core.receiving(self._sock)
         self._fill()
         if not self.closed:
             self._await_batch()

@@ -23,6 +23,7 @@ from transfer.config import TransferConfig
 from transfer.errors import PeerUnreachable, TransferError
 from transfer.tcp_backoff import Backoff
 from transfer.tcp_client import ClientLink
+from transfer.tcp_cores import ReceiverCore
 from transfer.tcp_handshake import NONCE_NBYTES, ClientHandshake
 from transfer.tcp_operation import Request, TcpOperation
 from transfer.tcp_resolver import Resolver
@@ -40,12 +41,14 @@ class TcpPeer:
         resolver: Resolver,
         address: str,
         incarnation: str,
+        core: ReceiverCore | None = None,
     ) -> None:
         self._config = config
         self._own = own
         self._resolver = resolver
         self._address = address
         self._incarnation = incarnation
+        self._core = core
         self._loop = loop
         self._operations: dict[TcpOperation, None] = {}  # ordered set
         self._window: RequestWindow[Request] = RequestWindow(config.window_nbytes)
@@ -148,7 +151,7 @@ class TcpPeer:
         nonce = secrets.token_bytes(NONCE_NBYTES)
         secret = self._config.secret
         handshake = ClientHandshake(secret, self._own, self._incarnation, nonce)
-        link = ClientLink(self._config, handshake, self)
+        link = ClientLink(self._config, handshake, self, self._core)
         limit_s = self._config.connect_timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -120,6 +120,11 @@ class FrameReader:
         return min(self._frame_left, BATCH_NBYTES)
 
     @property
+    def left_nbytes(self) -> int:
+        """Payload that is still to come for the request whose frame arrives now."""
+        return 0 if self._sink is None else self._sink.remaining
+
+    @property
     def mid_frame(self) -> bool:
         """True if the stream ended here in the middle of a frame."""
         return self._header is not None or self._sink is not None or self._start < self._end

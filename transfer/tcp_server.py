@@ -42,6 +42,7 @@ from transfer.region import (
     check_spans,
 )
 from transfer.tcp_codec import COPIED_NBYTES, Header, Op, RequestBody, decode_body, done_frame
+from transfer.tcp_cores import ReceiverCore
 from transfer.tcp_handshake import NONCE_NBYTES, ServerHandshake
 from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES
@@ -77,7 +78,8 @@ class ServedLink:
         self._sinks: dict[int, tuple[Sink, RegisteredRegion | None]] = {}
         self._lending: dict[int, Loans] = {}  # of reads that are being answered by reference
         self._lent: dict[int, Loans] = {}  # of reads whose bytes may still lie in the socket
-        self.link = Link(sock, self, piece_nbytes=server.config.piece_nbytes, name=name)
+        piece_nbytes = server.config.piece_nbytes
+        self.link = Link(sock, self, piece_nbytes=piece_nbytes, name=name, core=server.core)
         self._hello_timer = asyncio.get_running_loop().call_later(
             server.config.connect_timeout_s, self._hello_overdue
         )
@@ -284,10 +286,13 @@ class TcpServer:
         counters: CounterBoard,
         copiers: DeviceCopiers,
         served_small: Callable[[], None],
+        core: ReceiverCore | None = None,
     ) -> None:
         """Args:
         served_small: called when a small request was answered: others may follow at once.
+        core: where the thread runs that receives.
         """
+        self.core = core
         self.served_small = served_small
         self.config = config
         self.regions = regions

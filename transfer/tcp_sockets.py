@@ -94,10 +94,19 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
-    if sock.getsockname()[0] == sock.getpeername()[0]:
+    if is_same_host(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_NBYTES // 2)
     elif hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
+
+
+def is_same_host(sock: socket.socket) -> bool:
+    """True if a connected socket leads back to this host."""
+    try:
+        same: bool = sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:  # it is closed already
+        return False
+    return same
 
 
 def lost(error: OSError, peer: str) -> PeerLost:

@@ -320,6 +320,8 @@ def kind_of(shape: shapes.Type) -> str:
             return "array"
         case shapes.DictType() | shapes.StructType():
             return "map"
+        case shapes.UnionType(types=(one, shapes.NoneType())):
+            return f"{kind_of(one)} or nil"
         case shapes.EnumType(cls=EnumMeta() as cls):
             return "int" if all(isinstance(each.value, int) for each in cls) else "str"
     raise AssertionError(f"the page has no word for {shape}")
