@@ -1,4 +1,4 @@
-"""Offers few pages to a node, which reads them from here: a put in one message.
+"""Offers pages to a node, which reads them from here: a put in one message.
 
 Owns one offer. A node that could not read from this process is not offered anything for a while:
 it is written to instead, which needs no way back.

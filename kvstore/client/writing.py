@@ -1,6 +1,7 @@
 """One ``put``: reserve, write, commit, wait for the copies; join pages that others are writing.
 
-Few bytes are offered instead: the node takes the three steps itself (``offering.py``).
+A batch of up to ``offer_nbytes_max`` is offered instead: the node takes the three steps itself
+(``offering.py``).
 
 Owns the life of a single call. Every batch is reserved right before it is written, so that no
 reservation waits for the wire longer than one batch takes. A page goes to the first node of its

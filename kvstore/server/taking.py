@@ -1,7 +1,7 @@
 """Takes pages that a writer offers: reserve, read from the writer's memory, commit.
 
-Owns one ``TakePages`` at a time of each writer's requests. A put of few bytes is one message so,
-where reserving, writing and committing are three steps with two round trips.
+Owns one ``TakePages`` at a time of each writer's requests. A put, or a batch of one, is one message
+so, where reserving, writing and committing are three steps with two round trips.
 
 ::
 
@@ -46,7 +46,9 @@ from transfer.channel import Caller, Service
 from transfer.errors import RemoteFailed, TransferError
 from transfer.interface import Priority, Range, Transfer
 
-READ_S_MAX = 0.5  # of one read: a writer that cannot be reached soon had better write
+READ_S_MAX = 0.5  # of one read, and what its bytes take: who cannot be read soon had better write
+SLOW_NBYTES_PER_S = 32 << 20
+URGENT_NBYTES_MAX = 512 * 1024  # more do not go before what is read for somebody who waits
 ANSWER_MARGIN_S = 0.05  # an answer leaves this much before its caller would give up
 
 _REFUSALS = {
@@ -102,7 +104,8 @@ class PageTaker:
             if grant.status is ReserveStatus.GRANTED
         ]
         if granted:
-            limit_s = min(READ_S_MAX, reserved.lease_s) + _now_s()
+            read_s = READ_S_MAX + len(granted) * message.spec.page_nbytes / SLOW_NBYTES_PER_S
+            limit_s = min(read_s, reserved.lease_s) + _now_s()
             limit_s = min(limit_s, caller.deadline_s - ANSWER_MARGIN_S)
             taken = await self._fill(message, reserved.incarnation, granted, limit_s)
             for one, status in zip(granted, taken, strict=True):
@@ -114,6 +117,7 @@ class PageTaker:
     ) -> Sequence[TakeStatus]:
         """Read and commit; what was not committed is given up, whatever happens."""
         nbytes = message.spec.page_nbytes
+        urgent = len(granted) * nbytes <= URGENT_NBYTES_MAX
         ranges = [Range(page.offset, grant.offset, nbytes) for _, page, grant in granted]
         grants = tuple(PageGrant(p.identity.key, grant.generation) for _, p, grant in granted)
         done = False
@@ -124,7 +128,7 @@ class PageTaker:
                     ranges,
                     into=self._own.region,
                     deadline_s=limit_s,
-                    priority=Priority.NOW,
+                    priority=Priority.NOW if urgent else Priority.BACKGROUND,
                 )
                 statuses = await self._commit(incarnation, granted, limit_s)
                 done = True

@@ -1,8 +1,10 @@
-"""Few pages are offered and taken: one message, no grant that could be misused."""
+"""Pages are offered and taken: one message, no grant that could be misused."""
 
 from __future__ import annotations
 
 import asyncio
+
+import pytest
 
 from kvstore.client.link import NO_OFFERS_S
 from kvstore.client.writing import TRIES_MAX
@@ -14,7 +16,9 @@ from kvstore.messages import (
     TakePages,
     TakeStatus,
 )
+from kvstore.server import taking
 from kvstore.server.node import StoreNode
+from kvstore.server.taking import READ_S_MAX
 from kvstore.store import GetOutcome, PageState, PutOutcome
 from tests.kvstore.cluster import StoreCluster
 from tests.kvstore.contract import put_all
@@ -23,7 +27,7 @@ from tests.kvstore.fakes import World
 from tests.kvstore.faulty import get_all, open_client, raw_channel, small, until
 from tests.kvstore.pages import SPEC, filled, sequence
 from transfer.errors import PeerLost
-from transfer.interface import deadline_after
+from transfer.interface import Priority, deadline_after
 
 ONE = range(4)  # tokens of one page
 
@@ -58,6 +62,25 @@ async def test_more_bytes_than_are_offered_are_written(cluster: StoreCluster, wo
     client = await open_client(stores)
     assert await put_all(stores, client, range(12)) == [PutOutcome.STORED] * 3
     assert (num_sent(world, TakePages), len(world.writes)) == (0, 1)
+
+
+async def test_many_bytes_are_given_time_and_do_not_go_before_what_is_read(
+    cluster: StoreCluster, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taking, "URGENT_NBYTES_MAX", 2 * SPEC.page_nbytes)
+    monkeypatch.setattr(taking, "SLOW_NBYTES_PER_S", 3 * SPEC.page_nbytes)
+    await cluster.node(config=small(8, lease_s=60.0))
+    patient = {"op_timeout_s": 60.0}
+    cluster.client_config = cluster.client_config.model_copy(update=patient)
+    stores = await cluster.stores()
+    client = await open_client(stores)
+    for tokens in (ONE, range(100, 112)):  # one page, three pages
+        source, puts = filled(stores.transfer, sequence(tokens))
+        await client.put(puts, source=source, deadline_s=deadline_after(60))
+    (urgent, one_s), (behind, three_s) = world.read_limits
+    assert (urgent, behind) == (Priority.NOW, Priority.BACKGROUND)
+    assert one_s <= READ_S_MAX + 1 / 3
+    assert one_s + 0.4 < three_s <= READ_S_MAX + 1
 
 
 async def test_a_present_page_that_is_offered_is_not_read(
