@@ -15,8 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 
 THREAD_GRACE_S = 2.0
+
+settings.register_profile("kvferry", deadline=None)  # no test depends on how busy the machine is
+settings.load_profile("kvferry")
 
 
 @pytest_asyncio.fixture
