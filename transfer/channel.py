@@ -25,7 +25,7 @@ import msgspec
 from transfer.identity import Identity
 from transfer.pubsub import PartsCallback, Publisher, ReplaySource, Subscription
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: LATER, and seats that are taken
 PING_INTERVAL_S = 0.5  # while anything is outstanding on a channel
 LIVENESS_S = 2.0  # silence after which a peer counts as lost
 

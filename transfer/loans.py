@@ -46,6 +46,7 @@ class Loans:
         """Nobody will say when these bytes have been taken."""
         with self._changed:
             self._num_out -= 1
+            assert self._num_out >= 0, "a loan was lost that was not out"
             self._num_lost += 1
             self._changed.notify_all()
 

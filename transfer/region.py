@@ -3,7 +3,8 @@
 Owns the table of live regions of one engine and the owner-side check of every foreign request.
 Knows no sockets. Invariants: a region id is never used twice in one incarnation; a capability
 grants exactly one set of rights on one region; once ``revoke`` has returned, no peer touches the
-memory any more (memory in which an shm peer was stopped is left behind for it, ``shm_memory``).
+memory any more, nor finds it in its socket (memory in which an shm peer was stopped, or that a tcp
+peer does not say to have taken, is left behind for it: ``shm_memory``, ``loans``).
 
 A region may be a part of another: registering a slice of what ``allocate`` returned gives a
 region of its own, with its own capabilities, that is still reached through shared memory.
@@ -103,8 +104,10 @@ class RegisteredRegion(ABC):
     def revoke(self) -> None:
         """Withdraw the region from all peers. Idempotent.
 
-        Blocks its thread for at most one piece; for ``shm_presence.REVOKE_PATIENCE_S`` when a peer
-        was stopped in the middle of one. Thread-safe: a loop that cannot wait asks a thread.
+        Blocks its thread for at most one piece, and until peers of tcp have said what they have
+        taken; for ``shm_control.REVOKE_PATIENCE_S`` when a peer was stopped in the middle of a
+        piece, and for ``loans.LOAN_PATIENCE_S`` when one does not say so. Thread-safe: a loop that
+        cannot wait asks a thread.
         """
         self._table.revoke(self)
 
@@ -298,16 +301,16 @@ class RegionTable:
                         self._control.move_away(region.region_id)
             parted = parted and allocation.leave_behind()
         if parted and allocation.keep_bytes():
-            _LOG.warning("a peer stopped while it copied: the memory was left behind for it")
+            _LOG.warning("a peer may still look at revoked memory: it was left behind for it")
         else:
             _LOG.error(
-                "a peer stopped while it copied and may still touch the revoked memory: do not "
+                "a peer that was stopped or dropped may still touch the revoked memory: do not "
                 "reuse its %d bytes, release them",
                 allocation.nbytes,
             )
 
     def revoke_all(self) -> None:
-        """The engine has ended: peers were told, and are not waited for."""
+        """The engine has ended: no memory is left behind, whoever may still look at it."""
         with self._lock:
             self._ended = True
             regions = list(self._regions.values())

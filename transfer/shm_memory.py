@@ -127,6 +127,7 @@ class Allocation:
         """
         if self.fd is None:
             return True
+        self.sending.close()  # what is stored after the next line is not in the file
         if not self._map_privately(self.fd):
             return False
         self.stop_sharing()

@@ -103,6 +103,9 @@ class Calls:
         self.free = library.ucp_request_free
         self.free.argtypes, self.free.restype = [pointer], None
 
+        self.cancel = library.ucp_request_cancel
+        self.cancel.argtypes, self.cancel.restype = [pointer, pointer], None
+
     def send(self, endpoint: int, place: Place, tag: int) -> int | None:
         """Return the request; None when the message has left. Raises ``Refused``."""
         return _checked(self._send(endpoint, place[0], place[1], tag, place[2]))

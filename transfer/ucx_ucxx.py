@@ -88,6 +88,11 @@ class UcxxFlight:
             self._error = _failure(f"status {status}")
         return True
 
+    def cancel(self, worker: int) -> None:
+        """Ask UCX to end it; it has ended when ``completed`` says so."""
+        if self._request is not None:
+            self._calls.cancel(worker, self._request)
+
     def error(self) -> TransferError | None:
         return self._error
 
@@ -191,7 +196,8 @@ class UcxxWorker:
             self.drop(message)
         self._orphaned = not self.quiet
         self._endpoint.close_blocking()  # by force: the endpoint has error handling
-        self._open.cancel_inflight_requests()
+        for flight in (*self._sends, *self._receives):
+            flight.cancel(self._handle)
         for _ in range(MAX_BREAK_ROUNDS):
             if self.quiet:
                 return True

@@ -229,11 +229,44 @@ def test_what_goes_out_by_reference_is_what_would_have_been_copied(seed: int) ->
     allocation.release()
 
 
-def test_an_allocation_keeps_its_file_while_it_is_sent_from() -> None:
+async def test_an_allocation_keeps_its_file_while_it_is_sent_from() -> None:
     allocation = Allocation(NBYTES, shared=True)
     allocation.hold()
     assert allocation.sending.enter()
+    releasing = asyncio.create_task(asyncio.to_thread(allocation.release))
+    await until(lambda: not allocation.sending.is_open)
+    assert allocation.fd is not None
+    os.fstat(allocation.fd)
     allocation.sending.leave()
-    allocation.release()
+    await releasing
     assert allocation.fd is None
     assert not allocation.sending.enter(), "there is nothing to send from any more"
+
+
+def test_nobody_sends_from_a_file_whose_memory_was_left_behind() -> None:
+    allocation = Allocation(NBYTES, shared=True)
+    allocation.hold()
+    mapping = allocation._map_privately
+    inside: list[bool] = []
+
+    def map_privately(fd: int) -> bool:
+        inside.append(allocation.sending.enter())
+        return mapping(fd)
+
+    allocation._map_privately = map_privately  # type: ignore[method-assign]
+    assert allocation.leave_behind()
+    assert inside == [False], "what is stored from here on is not in the file"
+    allocation.release()
+
+
+async def test_an_id_is_not_used_again_before_its_bytes_were_taken() -> None:
+    async with checked_engines("tcp") as engines:
+        engine, region = await lender(engines)
+        async with RawClient(engine) as client:
+            await client.hello()
+            frame = request_frame(Op.READ, region.export("r"), [(0, NBYTES)])
+            await client.send(frame)
+            assert await receive(client) == bytes(pattern(NBYTES))
+            await client.send(frame)
+            assert await client.until_cut_off() == b""
+        await until(lambda: region.loans.num_out == 0)
