@@ -10,6 +10,7 @@ not enough, nor are the bytes: an owner whose region was revoked in between send
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from transfer.config import TransferConfig
 from transfer.error_codes import error_of
@@ -39,6 +40,14 @@ from transfer.window import RequestWindow
 MAX_REQUEST_NBYTES = 64 << 20  # the cut into pieces must fit their numbers
 LARGE_NBYTES = 8 << 20  # requests from here on move in larger pieces
 LARGE_PIECES = 4  # times as large
+
+
+class _Manner(NamedTuple):
+    """How both sides cut a request into pieces: see ``ucx_pieces.cut``."""
+
+    piece_nbytes: int
+    packs: bool
+    gathers: bool
 
 
 class UcxClient:
@@ -130,34 +139,15 @@ class UcxClient:
                 return self._number
 
     def _start(self, number: int, request: UcxRequest) -> None:
-        move = request.operation.move
-        packs = may_pack(move.region) and move.token.region_id not in self._unpackable
-        local: Spans = [(r.local_offset, r.nbytes) for r in request.ranges]
-        spans = pack_spans([(r.remote_offset, r.nbytes) for r in request.ranges])
-        token = move.token
-        gathers = packs and self.link.takes_runs
-        piece_nbytes = self._piece_nbytes
-        if self.link.takes_runs and request.nbytes >= LARGE_NBYTES:
-            piece_nbytes = min(LARGE_PIECES * piece_nbytes, MAX_PIECE_NBYTES)
+        move, manner = request.operation.move, self._manner_of(request)
         self._requests[number] = request
-        self.link.send(  # first of all: the owner is at work while this side cuts its own
-            Ask(
-                number,
-                move.right,
-                token.region_id,
-                token.capability,
-                piece_nbytes,
-                packs,
-                gathers,
-                spans,
-            )
-        )
+        self._ask(number, request, manner)  # first: the owner is at work while this side cuts
+        local: Spans = [(r.local_offset, r.nbytes) for r in request.ranges]
         cargo = Cargo(
-            move.region,
-            local,
-            piece_nbytes=piece_nbytes,
-            packs=packs,
-            gathers=gathers,
+            *(move.region, local),
+            piece_nbytes=manner.piece_nbytes,
+            packs=manner.packs,
+            gathers=manner.gathers,
             takes_runs=self.link.takes_runs,
         )
 
@@ -175,6 +165,21 @@ class UcxClient:
             shipment = Shipment(number, cargo, request.operation, on_end)
             request.freight = shipment
             self.link.ship(shipment)
+
+    def _manner_of(self, request: UcxRequest) -> _Manner:
+        move, takes_runs = request.operation.move, self.link.takes_runs
+        packs = may_pack(move.region) and move.token.region_id not in self._unpackable
+        piece_nbytes = self._piece_nbytes
+        if takes_runs and request.nbytes >= LARGE_NBYTES:
+            piece_nbytes = min(LARGE_PIECES * piece_nbytes, MAX_PIECE_NBYTES)
+        return _Manner(piece_nbytes, packs, packs and takes_runs)
+
+    def _ask(self, number: int, request: UcxRequest, manner: _Manner) -> None:
+        move = request.operation.move
+        token = move.token
+        spans = pack_spans([(r.remote_offset, r.nbytes) for r in request.ranges])
+        ask = Ask(number, move.right, token.region_id, token.capability, *manner, spans)
+        self.link.send(ask)
 
     def on_control(self, message: Control) -> None:
         if not isinstance(message, Done):
