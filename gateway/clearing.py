@@ -21,7 +21,11 @@ from transfer.identity import Identity, NodeId, Role
 from transfer.membership import PAGE_STORE_FACT, Member, MembershipView
 
 STORE_ROUNDS_MAX = 4
-NOT_OURS = "not a store node of this cluster: its pages stay until it evicts them, or clear it"
+NOT_OURS = (
+    "not a store node of this cluster, which cannot clear it: its pages stay until it evicts them, "
+    "or until you have it remove the objects that begin with kvferry/; in Mooncake a client's "
+    "remove_by_regex('^kvferry/.*', True) does so"
+)
 CLEAR_S = 60.0  # for the whole cluster: a million pages take seconds
 
 
@@ -107,6 +111,19 @@ def other_engines(view: MembershipView) -> list[ClearedNode]:
     named = (member.info.contract.get(PAGE_STORE_FACT) for member in view.members)
     addresses = sorted({address for address in named if address})
     return [ClearedNode(NodeId(name), Role.STORE, 0, NOT_OURS) for name in addresses]
+
+
+def what_is_left(nodes: Iterable[ClearedNode]) -> str | None:
+    """Say who was not cleared and what helps; None when everybody was."""
+    failed = [node for node in nodes if node.error is not None]
+    again = [node.node_id for node in failed if node.error != NOT_OURS]
+    never = [node.node_id for node in failed if node.error == NOT_OURS]
+    parts = [f"not cleared everywhere: {', '.join(node.node_id for node in failed)}"]
+    if again:
+        parts.append(f"see nodes, and try again for {', '.join(again)}")
+    if never:
+        parts.append(f"trying again does not clear {', '.join(never)}: see nodes for what does")
+    return "; ".join(parts) if failed else None
 
 
 def _words(error: TransferError) -> str:

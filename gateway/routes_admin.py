@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from gateway.admission import chat_tokens, check_model, check_token_ids, encode_text
 from gateway.body import read_body
-from gateway.clearing import CLEAR_S
+from gateway.clearing import CLEAR_S, what_is_left
 from gateway.errors import Forbidden, Incomplete, InvalidRequest, NoCapacity, error_object
 from gateway.openai_schema import ClearBody, ExplainBody, parse_body
 from gateway.responses import json_response
@@ -89,10 +89,10 @@ async def clear_cache(request: Request) -> Response:
         "pages": {role: sum(n.num_pages for n in nodes if n.role == role) for role in _CLEARED},
         "nodes": [node._asdict() for node in nodes],
     }
-    failed = [node.node_id for node in nodes if node.error is not None]
-    if not failed:
+    left = what_is_left(nodes)
+    if left is None:
         return json_response(request, report)
-    error = Incomplete(f"not cleared everywhere: {', '.join(failed)}; see nodes, and try again")
+    error = Incomplete(left)
     return json_response(request, error_object(error) | report, error.status)
 
 

@@ -117,5 +117,5 @@ class StoreClientConfig(BaseModel, frozen=True, extra="forbid"):
     batch_nbytes: int = Field(default=16 * MIB, ge=1)
     offer_nbytes_max: int = Field(default=16 * MIB, ge=0)
     num_batches: int = Field(default=2, ge=1, le=16)
-    room_wait_s: float = Field(default=5.0, ge=0, le=WAIT_S_MAX)
+    room_wait_s: float = Field(default=5.0, gt=0, le=WAIT_S_MAX)
     put_waits_for_replicas: bool = True

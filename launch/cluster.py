@@ -28,7 +28,7 @@ from launch.config import (
     UpOptions,
 )
 from launch.errors import LaunchError, StartError
-from launch.event_ports import check_event_ports, port_of
+from launch.event_ports import check_event_ports, port_options
 from launch.http_client import get_json
 from launch.ports import check_free, free_port, url_host
 from launch.progress import say
@@ -100,7 +100,7 @@ def plan(options: UpOptions) -> list[ChildSpec]:
         model=options.model,
     )
     specs = [ChildSpec("gateway", command("gateway", *gateway.argv()), env)]
-    ports = (port_of(options, index) for index in count())
+    ports = (port_options(options, index) for index in count())
     for number in range(1, options.num_stores + 1):
         name = f"store-{number}"
         own = pages_of(options, name) | next(ports)

@@ -36,7 +36,7 @@ def ports_of(options: EventOptions) -> EventPorts:
     return EventPorts(options.kv_events_port, options.kv_events_replay_port)
 
 
-def port_of(options: EventOptions, index: int) -> dict[str, Any]:
+def port_options(options: EventOptions, index: int) -> dict[str, Any]:
     """Return the options of the node ``index`` (from 0) of several: its ports are so much higher.
 
     A port that is free to choose stays so.
@@ -63,7 +63,7 @@ def check_event_ports(options: EventOptions, num_nodes: int) -> None:
             f"of {option_of(_FIELDS[0])} overlap with it: give one that is {num_nodes} or more away"
         )
     for index in range(num_nodes):
-        for name, port in port_of(options, index).items():
+        for name, port in port_options(options, index).items():
             if port:
                 check_free(options.host, port, option_of(name))
 

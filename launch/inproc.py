@@ -17,7 +17,7 @@ from launch import model_store, process_env
 from launch.cluster import join_url, pages_of
 from launch.config import ComputeOptions, GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.errors import LaunchError
-from launch.event_ports import port_of
+from launch.event_ports import port_options
 from launch.gateway_role import GatewayRole
 from launch.node_role import NodeRole, NodeRoleName
 from launch.ports import url_host
@@ -51,7 +51,7 @@ class InProcessCluster:
                 model=options.model,
             )
         )
-        ports = (port_of(options, index) for index in count())
+        ports = (port_options(options, index) for index in count())
         self._stores = [
             StoreRole(
                 StoreOptions.of(

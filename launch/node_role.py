@@ -17,7 +17,7 @@ from launch import model_store, process_env
 from launch.cluster import command, gpu_deal, python_path
 from launch.config import NodeOptions, option_of
 from launch.errors import LaunchError
-from launch.event_ports import check_event_ports, port_of
+from launch.event_ports import check_event_ports, port_options
 from launch.runtime import config_errors, run_role, setup_logging
 from launch.supervisor import ChildSpec, Supervisor
 from transfer.identity import Role
@@ -149,7 +149,7 @@ class NodeGroup:
             own = ["--node-id", name] if options.node_id else []
             gpu = next(gpus)
             own += ["--gpus", gpu] if gpu is not None else []
-            ports = port_of(options, number - 1)
+            ports = port_options(options, number - 1)
             own += [part for field, port in ports.items() for part in (option_of(field), str(port))]
             arguments = [*options.argv("count", "node_id", "gpus", *ports), *own]
             specs.append(ChildSpec(name, command(role, *arguments), python_path()))

@@ -8,7 +8,11 @@ again. A full disk is left as it is: it may have room for the next line.
 
 A reader that stands still (``kvferry up 2>&1 | less``) is worse: whoever writes waits for it. So
 the lines of a role are written by a thread (``write_behind``): the role goes on serving, a
-supervisor goes on reading what its children say, and both can be stopped.
+supervisor goes on reading what its children say, and both can be stopped. Lines that find the
+queue full are lost; a line says how many, at the place where they are missing.
+
+A descriptor that some other process has made non-blocking (it is shared with whoever inherited it)
+is waited for as a blocking one is: no line is cut short.
 
 Knows no commands and no children.
 """
@@ -20,6 +24,7 @@ import errno
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 from typing import TextIO
@@ -41,15 +46,23 @@ class _Behind:
         self.stream = stream
         self._descriptor = stream.fileno()
         self._lines: queue.Queue[str] = queue.Queue(LINES_MAX)
-        self._num_lost = 0
+        self._lock = threading.Lock()
+        self._num_lost = 0  # since the last line that was accepted; under the lock
         threading.Thread(target=self._run, name="stderr", daemon=True).start()
 
     def put(self, line: str) -> None:
-        """Have a line written; it is lost when too many wait already."""
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
-            self._num_lost += 1
+        """Have a line written; it is lost when too many wait already.
+
+        The note about lost ones and the first line after them are one entry of the queue.
+        """
+        with self._lock:
+            note = self._note()
+            try:
+                self._lines.put_nowait(f"{note}\n{line}" if note else line)
+            except queue.Full:
+                self._num_lost += 1
+            else:
+                self._num_lost = 0
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything is written, or after ``timeout_s``."""
@@ -59,18 +72,27 @@ class _Behind:
 
     def _run(self) -> None:
         while True:
-            line = self._lines.get()
-            lost, self._num_lost = self._num_lost, 0
-            self._write(line)
-            if lost:
-                self._write(f"({lost} lines are missing here: they were not read in time)")
+            self._write(self._lines.get())
+            if (note := self._last_note()) is not None:
+                self._write(note)
             self._lines.task_done()
 
+    def _note(self) -> str | None:
+        if not self._num_lost:
+            return None
+        return f"({self._num_lost} lines are missing here: they were not read in time)"
+
+    def _last_note(self) -> str | None:
+        """The note that no accepted line will bring: nothing waits, so lines were lost last."""
+        with self._lock:
+            if not self._lines.empty():
+                return None
+            note, self._num_lost = self._note(), 0
+            return note
+
     def _write(self, line: str) -> None:
-        data = memoryview(f"{line}\n".encode(errors="replace"))
         try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            _write_whole(self._descriptor, f"{line}\n".encode(errors="replace"))
         except OSError as error:
             _give_up(self._descriptor, error)
 
@@ -94,7 +116,7 @@ def write_line(line: str, stream: TextIO | None) -> bool:
         _behind.put(line)
         return True
     try:
-        print(line, file=stream, flush=True)
+        _print(line, stream)
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):  # it has no descriptor
             _give_up(stream.fileno(), error)
@@ -137,6 +159,39 @@ class LineHandler(logging.StreamHandler[TextIO]):
         """Also at the end of the process, by ``logging.shutdown``."""
         if _behind is not None and self.stream is _behind.stream:
             _behind.flush(FLUSH_S)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """Write one line, after what the stream holds already."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # it has none: it is in memory
+        print(line, file=stream, flush=True)
+        return
+    data = f"{line}\n".encode(stream.encoding or "utf-8", stream.errors or "strict")
+    while True:
+        try:
+            stream.flush()
+            break
+        except BlockingIOError:
+            _wait_for_room(descriptor)
+    _write_whole(descriptor, data)
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            _wait_for_room(descriptor)
+
+
+def _wait_for_room(descriptor: int) -> None:
+    """Return when a non-blocking descriptor takes bytes, or is broken: the next write says so."""
+    room = select.poll()
+    room.register(descriptor, select.POLLOUT)
+    room.poll()
 
 
 def _give_up(descriptor: int, error: OSError) -> None:

@@ -134,11 +134,15 @@ class StatingSeat(SeatAround):
     """A seat that adds facts to what its node says when it joins."""
 
     def __init__(
-        self, seat: Membership, *, contract: Mapping[str, str] = {}, labels: Mapping[str, str] = {}
+        self,
+        seat: Membership,
+        *,
+        contract: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(seat)
-        self._contract = contract
-        self._labels = labels
+        self._contract = contract or {}
+        self._labels = labels or {}
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         contract, labels = {**info.contract, **self._contract}, {**info.labels, **self._labels}

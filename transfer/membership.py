@@ -2,8 +2,9 @@
 
 Owns ``NodeInfo``/``NodeStatus``/``Member``, the immutable ``MembershipView`` and the
 ``Membership`` interface that nodes hold, and what all implementations share: who follows a view,
-and what members must agree on. Knows no roles' work. Implementations: the embedded registry
-(``transfer/registry.py``, served by the gateway) and etcd (``transfer/etcd``).
+what members must agree on, and who gets a seat that two ask for. Knows no roles' work.
+Implementations: the embedded registry (``transfer/registry.py``, served by the gateway) and etcd
+(``transfer/etcd``).
 
 A view is a snapshot: readers keep it, compare ``version``, never mutate. Members are sorted by
 node id so that every reader iterates in the same order.
@@ -11,6 +12,7 @@ node id so that every reader iterates in the same order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Annotated, Protocol
 
@@ -19,6 +21,10 @@ import msgspec
 from transfer.channel import MAX_FACTS, FactName, Facts
 from transfer.errors import HelloRefused
 from transfer.identity import Identity, NodeId, Role
+
+logger = logging.getLogger(__name__)
+
+TAKEN_RETRY_S = 0.25  # until a seat that somebody has is asked for again
 
 # Contract fact of prefill and decode nodes: the engine in which they keep pages, if that is not the
 # cluster's own store nodes.
@@ -131,15 +137,10 @@ class SeatHolder(msgspec.Struct, frozen=True, kw_only=True):
     num_signs: int
     draining: bool = False
 
-    def is_alive(self, before: SeatHolder | None) -> bool:
+    def is_alive(self, before: SeatHolder) -> bool:
         """It has given a sign of life since ``before`` was seen, and will stay."""
-        same = before is not None and before.incarnation == self.incarnation
-        return (
-            same
-            and before is not None
-            and before.num_signs != self.num_signs
-            and (not self.draining)
-        )
+        same = before.incarnation == self.incarnation
+        return same and before.num_signs != self.num_signs and not self.draining
 
 
 def holder_before(holder: SeatHolder, info: NodeInfo) -> bool:
@@ -149,6 +150,41 @@ def holder_before(holder: SeatHolder, info: NodeInfo) -> bool:
     """
     mine = holder.incarnation == info.identity.incarnation
     return not mine and (not info.address or holder.address != info.address)
+
+
+class SeatQuery:
+    """Whether a process gets its seat, judged by who has it each time it asks.
+
+    ::
+
+        nobody has it ─────────────────────────▶ free
+        somebody, seen for the first time ─────▶ wait, and ask again after ``TAKEN_RETRY_S``
+        the same one, no sign of life since ───▶ wait: dead perhaps, then its lease ends
+        the same one, heard since, leaving ────▶ wait
+        the same one, heard since, staying ────▶ taken
+    """
+
+    def __init__(self, node_id: NodeId) -> None:
+        self._node_id = node_id
+        self._first: SeatHolder | None = None  # the present holder, as it was first seen
+
+    def is_free(self, holder: SeatHolder | None) -> bool:
+        """False: wait, and ask again; the log has once for whom.
+
+        Raises:
+            SeatTaken: the holder lives, and will stay.
+        """
+        if holder is None:
+            return True
+        first = self._first
+        if first is None:
+            text = "%s waits until the seat of the process at %s is free, or that one is heard"
+            logger.warning(text, self._node_id, holder.address)
+        elif holder.is_alive(first):
+            raise SeatTaken(self._node_id, holder)
+        if first is None or first.incarnation != holder.incarnation:
+            self._first = holder
+        return False
 
 
 class Subscribers:

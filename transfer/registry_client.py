@@ -36,10 +36,12 @@ from transfer.errors import (
 from transfer.identity import Identity
 from transfer.kept_seat import KeptSeat, first_failure
 from transfer.membership import (
+    TAKEN_RETRY_S,
     MembershipView,
     NodeInfo,
     NodeStatus,
     SeatHolder,
+    SeatQuery,
     SeatTaken,
     Subscribers,
     Superseded,
@@ -63,7 +65,6 @@ REQUEST_TIMEOUT_S = LIVENESS_S
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
 LOG_EVERY_S = 5.0  # while waiting for a registry
-TAKEN_RETRY_S = 0.25  # while another process has the seat, dead or alive
 LEAVE_TIMEOUT_S = 1.0
 WATCH_S = 30 * 24 * 3600.0  # streams need a deadline; a watch is simply renewed
 
@@ -164,17 +165,14 @@ class RegistryMembership(KeptSeat):
             Superseded: it is, and has the seat that was ours.
             HelloRefused: the contract differs.
         """
-        before: SeatHolder | None = None
-        while (holder := await self._taken_by()) is not None:
-            if holder.is_alive(before):
-                error = SeatTaken(self._identity.node_id, holder)
-                raise Superseded(str(error)) if self._was_seated() else error
-            if before is None:
-                text = "%s waits until the seat of the process at %s is free, or that one is heard"
-                logger.warning(text, self._identity.node_id, holder.address)
-            before = holder if before is None else before
-            before = before if before.incarnation == holder.incarnation else holder
-            await asyncio.sleep(TAKEN_RETRY_S)
+        query = SeatQuery(self._identity.node_id)
+        try:
+            while not query.is_free(await self._taken_by()):  # noqa: ASYNC110 (it is asked)
+                await asyncio.sleep(TAKEN_RETRY_S)
+        except SeatTaken as error:
+            if self._was_seated():
+                raise Superseded(str(error)) from error
+            raise
 
     async def _taken_by(self) -> SeatHolder | None:
         """Ask for the seat; return who has it instead."""

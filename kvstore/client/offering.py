@@ -29,23 +29,12 @@ def worth_offering(parts: ClientParts, link: StoreLink, num_pages: int) -> bool:
     return nbytes <= parts.config.offer_nbytes_max and link.takes_offers
 
 
-async def offer(
-    parts: ClientParts,
-    link: StoreLink,
-    pages: Sequence[PutPage],
-    *,
-    source: Region,
-    policy: PutPolicy,
-    deadline_s: float,
-    wait_s: float = 0.0,
-) -> tuple[TakeStatus, ...]:
-    """Have the node take ``pages``, which may wait for room; what became of each.
-
-    Raises:
-        TransferError: the node did not answer; it may have taken them all the same.
-    """
+async def digests_of(
+    parts: ClientParts, pages: Sequence[PutPage], source: Region
+) -> Sequence[bytes]:
+    """The checksums of ``pages``, which lie in ``source``."""
     spec, nbytes, view = parts.spec, parts.spec.page_nbytes, source.view
-    sums = await checksums(
+    return await checksums(
         [
             PageBytes(
                 spec,
@@ -55,8 +44,27 @@ async def offer(
             for page in pages
         ]
     )
+
+
+async def offer(
+    parts: ClientParts,
+    link: StoreLink,
+    pages: Sequence[PutPage],
+    sums: Sequence[bytes],
+    *,
+    source: Region,
+    policy: PutPolicy,
+    deadline_s: float,
+    wait_s: float = 0.0,
+) -> tuple[TakeStatus, ...]:
+    """Have the node take ``pages``, of checksums ``sums``, which may wait for room; what became of
+    each.
+
+    Raises:
+        TransferError: the node did not answer; it may have taken them all the same.
+    """
     message = TakePages(
-        spec=spec,
+        spec=parts.spec,
         read_token=source.export("r"),
         pages=tuple(
             OfferedPage(page.identity, page.local_offset, digest)

@@ -13,7 +13,7 @@ import asyncio
 from kvstore.checksum import INLINE_NBYTES_MAX, checksum_of
 from kvstore.client.link import StoreLink
 from kvstore.client.links import ClientParts
-from kvstore.client.offering import OUTCOMES, offer, worth_offering
+from kvstore.client.offering import OUTCOMES, digests_of, offer, worth_offering
 from kvstore.messages import AcquirePages, LeasedPage, PagesAcquired
 from kvstore.store import (
     GetOutcome,
@@ -40,9 +40,10 @@ async def put_one(
     copies = parts.links.replicas > 1 and parts.config.put_waits_for_replicas
     if link is None or copies or not worth_offering(parts, link, 1):
         return None
+    sums = await digests_of(parts, [page], source)
     try:
         (status,) = await offer(
-            parts, link, [page], source=source, policy=policy, deadline_s=deadline_s
+            parts, link, [page], sums, source=source, policy=policy, deadline_s=deadline_s
         )
     except TransferError:
         return None

@@ -8,7 +8,8 @@ reservation waits for the wire longer than one batch takes. A page goes to the f
 ranking that can be reached::
 
     reserve ──present──▶ PRESENT       ──no room, other tokens──▶ REFUSED
-       │ │└─room is being made──▶ reserved anew, when those granted are written
+       │ │└─room is being made──▶ reserved anew, when those granted are written (a wait that brings
+       │ │                        nothing is a try)
        │ └──being written──▶ wait until settled ──ready──▶ PRESENT
        ▼ granted  ▲                          └──absent──┐
     write         ├─────────────────────────────────────┘  (the other failed: take over)
@@ -26,12 +27,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.checksum import INLINE_NBYTES_MAX, PageBytes, checksums, checksums_now
+from kvstore.checksum import INLINE_NBYTES_MAX
 from kvstore.client.all_of import all_of
 from kvstore.client.lease import Lease
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
-from kvstore.client.offering import OUTCOMES, offer, worth_offering
+from kvstore.client.offering import OUTCOMES, digests_of, offer, worth_offering
 from kvstore.messages import (
     AbortPages,
     AwaitPages,
@@ -55,7 +56,7 @@ from transfer.errors import TransferError
 from transfer.interface import Range, Region
 
 POLL_MARGIN_S = 0.1  # no other try when less than this is left
-TRIES_MAX = 3  # of writing one batch to one node
+TRIES_MAX = 3  # of writing one batch to one node, and of waiting in vain for its room
 
 _OUTCOMES = {
     ReserveStatus.PRESENT: PutOutcome.PRESENT,
@@ -88,6 +89,7 @@ class PageWriter:
         self._source = source
         self._deadline_s = deadline_s
         self._outcomes: dict[int, PutOutcome] = {}
+        self._digests: dict[int, bytes] = {}  # of pages that were hashed, for when they go again
         self._num_moved = 0
 
     async def run(self) -> PutResult:
@@ -131,9 +133,10 @@ class PageWriter:
                         written = await self._offer(link, todo, settled, wait_s)
                     else:
                         written = await self._write_new(link, todo, settled, wait_s)
-                todo = [i for i in todo if i not in settled]
-                num_tries += written.broken
-                wait_s = self._room_wait_s() if written.later else 0.0
+                num_asked, todo = len(todo), [i for i in todo if i not in settled]
+                in_vain = written.later and wait_s > 0.0 and len(todo) == num_asked
+                num_tries += written.broken or in_vain
+                wait_s = self._room_wait_s() if written.later or wait_s else 0.0
                 if written.joined and not self._closing():
                     await self._join(link, written.joined, settled)
                     todo = [i for i in todo if i not in settled]
@@ -181,6 +184,7 @@ class PageWriter:
             self._parts,
             link,
             [self._pages[i] for i in todo],
+            await self._sums(todo),
             source=self._source,
             policy=self._policy,
             deadline_s=self._deadline_s,
@@ -194,6 +198,8 @@ class PageWriter:
                 joined.append(i)
             elif status is not TakeStatus.LATER:
                 broken = True
+                if status is TakeStatus.TORN:
+                    del self._digests[i]  # should the bytes have changed, these are what counts
         self._num_moved += statuses.count(TakeStatus.TAKEN)
         return _Written(joined, broken, TakeStatus.LATER in statuses)
 
@@ -264,6 +270,8 @@ class PageWriter:
         for (i, _), status in zip(granted, statuses, strict=True):
             if status is CommitStatus.READY:
                 settled[i] = PutOutcome.STORED
+            elif status is CommitStatus.TORN:
+                del self._digests[i]
             self._parts.counters[f"commit_{status}"] += 1
         return all(status is CommitStatus.READY for status in statuses)
 
@@ -285,26 +293,22 @@ class PageWriter:
         """Write the pages while their checksums are computed; None when the write broke."""
         token = link.tokens(incarnation).write_token
         nbytes = self._parts.spec.page_nbytes
-        sources = [self._pages[i] for i, _ in granted]
-        ranges = [
-            Range(grant.offset, page.local_offset, nbytes)
-            for (_, grant), page in zip(granted, sources, strict=True)
-        ]
-        blobs = [
-            PageBytes(
-                self._parts.spec,
-                self._source.view[page.local_offset : page.local_offset + nbytes],
-                page.identity.num_tokens,
-            )
-            for page in sources
-        ]
-        if len(blobs) * nbytes <= INLINE_NBYTES_MAX:  # not worth two tasks
-            sums = checksums_now(blobs)
+        indexes = [i for i, _ in granted]
+        ranges = [Range(grant.offset, self._pages[i].local_offset, nbytes) for i, grant in granted]
+        if len(indexes) * nbytes <= INLINE_NBYTES_MAX:  # not worth two tasks
+            sums = await self._sums(indexes)
             return sums if await self._write_ranges(link, token, ranges, lease) else None
         async with asyncio.TaskGroup() as tasks:
-            hashing = tasks.create_task(checksums(blobs))
+            hashing = tasks.create_task(self._sums(indexes))
             writing = tasks.create_task(self._write_ranges(link, token, ranges, lease))
         return hashing.result() if writing.result() else None
+
+    async def _sums(self, indexes: Sequence[int]) -> list[bytes]:
+        """The checksums of these pages, each hashed once however often it is sent."""
+        new = [i for i in indexes if i not in self._digests]
+        digests = await digests_of(self._parts, [self._pages[i] for i in new], self._source)
+        self._digests.update(zip(new, digests, strict=True))
+        return [self._digests[i] for i in indexes]
 
     async def _write_ranges(
         self, link: StoreLink, token: bytes, ranges: list[Range], lease: Lease

@@ -181,13 +181,11 @@ class StoreHandlers:
     def _reserve(
         self, message: ReservePages, caller: Caller
     ) -> PagesReserved | Awaitable[PagesReserved]:
-        self._admit(len(message.pages))
-        if self.draining:
-            raise RemoteFailed("draining", "this store node takes no new pages")
+        self._admit_new(len(message.pages))
         for page in message.pages:
             if not well_formed(page, message.spec):
                 raise RemoteFailed("bad_page", f"{page} is not a page of {message.spec}")
-        reserving = Reserving(self._directory, message, caller, self.room)
+        reserving = Reserving(self._directory, message, caller, self.room, self._admit_new)
         reserved = reserving.at_once()
         if reserved is None:
             return self._reserve_later(reserving)
@@ -364,6 +362,11 @@ class StoreHandlers:
         if num_pages > num_pages_max:
             text = f"{num_pages} pages in one message; send at most {num_pages_max}"
             raise RemoteFailed("too_many_pages", text)
+
+    def _admit_new(self, num_pages: int = 0) -> None:
+        self._admit(num_pages)
+        if self.draining:
+            raise RemoteFailed("draining", "this store node takes no new pages")
 
     def _unpack(self, packed: bytes) -> list[PageKey]:
         self._admit_packed(packed)

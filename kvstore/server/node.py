@@ -25,6 +25,7 @@ from kvstore.replication import Replicator
 from kvstore.replication.holdings import Holdings, OwnNode
 from kvstore.server.directory import Directory
 from kvstore.server.handlers import StoreHandlers
+from kvstore.server.polls import now_s
 from kvstore.server.segment import Segment
 from kvstore.server.taking import PageTaker
 from kvstore.server.tier import Tier
@@ -110,7 +111,7 @@ class StoreNode:
         Raises:
             PeerUnreachable: ``bind`` cannot be bound.
         """
-        self._started_s = asyncio.get_running_loop().time()
+        self._started_s = now_s()
         self._born_s = None if self._wall_clock is None else self._wall_clock()
         self._region = self._transfer.allocate(self.config.segment_nbytes)
         self._handlers = StoreHandlers(
@@ -147,8 +148,7 @@ class StoreNode:
 
     def _open_tier(self, tier: Tier, handlers: StoreHandlers, region: Region) -> Tiering:
         """From here on pages move."""
-        clock = asyncio.get_running_loop().time
-        tiering = Tiering(self._directory, tier, region.view, now_s=clock)
+        tiering = Tiering(self._directory, tier, region.view, now_s=now_s)
         self._directory.expect(tier.nbytes, tier.used_nbytes // (tier.num_pages or 1) or None)
         handlers.promote, handlers.room = tiering.promote, tiering.room
         handlers.adopted, handlers.flush = tiering.adopted, tiering.flush
@@ -242,7 +242,7 @@ class StoreNode:
         """The numbers for who asks. Heartbeats lack the last one: they are sent on when they
         differ from those before."""
         assert self._started_s is not None, "the store node has not been started"
-        uptime_s = asyncio.get_running_loop().time() - self._started_s
+        uptime_s = now_s() - self._started_s
         return {**self.numbers(), "uptime_s": uptime_s}
 
     def facts(self) -> dict[str, str]:
@@ -260,8 +260,7 @@ class StoreNode:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.config.tick_s)
-            now_s = asyncio.get_running_loop().time()
-            self._directory.tick(now_s, self.config.evict_batch)
+            self._directory.tick(now_s(), self.config.evict_batch)
             if self._tiering is not None:
                 self._tiering.tick()
             self._events.flush()
@@ -278,6 +277,8 @@ class StoreNode:
         self._draining = True
         if self._handlers is not None:
             self._handlers.draining = True
+        if self._tiering is not None:
+            self._tiering.room.look()  # who waits for it is refused now
         self._quiet.clear()
         try:
             async with asyncio.timeout(timeout_s):
@@ -289,10 +290,10 @@ class StoreNode:
                         await self._replicator.migrate()
                 if self._directory.num_held:
                     await self._quiet.wait()
-                    await self._write_all()  # what has been committed meanwhile
+                await self._write_all()  # what has been committed meanwhile
         except TimeoutError:
             log.warning("store %s: drained with pages held", self.identity.node_id)
-        if self._tiering is not None and (num_left := len(self._directory.spilling.unwritten())):
+        if self._tiering is not None and (num_left := self._directory.spilling.num_unwritten):
             text = "store %s: %d pages were not written to the SSD: they end with this process"
             log.warning(text, self.identity.node_id, num_left)
 

@@ -1,7 +1,8 @@
 """Who waits for the SSD to make room in memory, and for how long.
 
 Owns the queue of those who need a slot while memory is full of pages that the SSD has yet to be
-given: they are served in the order in which they came, as copies are made. Knows no pages: what
+given: they are served in the order in which they came, as copies are made. Who needs nothing that
+those before him wait for (slots of another size are free) is served at once. Knows no pages: what
 is tried again and again is the caller's.
 
 ::
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvstore.server.polls import now_s
 
@@ -32,6 +34,14 @@ STALL_S = 10.0  # before anybody does again
 WAITING_MAX = 4096  # who wait at once; more are not spared the loss
 
 Try = Callable[[bool], bool]  # takes ``patient``; False: no room, while pages are spared
+
+
+class Want(NamedTuple):
+    """What somebody needs: how to try for it, slots of which size, and whether free ones do."""
+
+    attempt: Try
+    page_nbytes: int
+    fits: Callable[[], bool]
 
 
 class Room:
@@ -47,36 +57,41 @@ class Room:
         self._counters = counters
         self._changed = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._waiting: Counter[int] = Counter()  # who wait, by the size of the slots
         self._moved_s = 0.0  # when something did, or somebody began to wait
         self._stalled_until_s = 0.0
 
-    def now(self, attempt: Try) -> bool:
+    def now(self, want: Want) -> bool:
         """Try without waiting; False: ``wait`` is worth it. Who waits already comes first."""
-        if self._is_stalled or self._num_waiting >= WAITING_MAX:
-            return attempt(False)
-        return not self._num_waiting and attempt(True)
+        if self._is_stalled or self._waiting.total() >= WAITING_MAX:
+            return want.attempt(False)
+        free = not self._waiting or (not self._waiting[want.page_nbytes] and want.fits())
+        return free and want.attempt(True)
 
-    async def wait(self, attempt: Try, until_s: float) -> None:
-        """Try until there is room; at the end of the patience, once with none."""
+    async def wait(self, want: Want, wait_s: float) -> None:
+        """Try until there is room; at the end of the patience, once with none.
+
+        What an attempt raises ends the wait.
+        """
         self._counters["room_waits"] += 1
-        if not self._num_waiting:
+        if not self._waiting:
             self._moved_s = now_s()
-        self._num_waiting += 1
+        self._waiting[want.page_nbytes] += 1
         try:
-            async with asyncio.timeout_at(until_s), self._turn:
+            async with asyncio.timeout(wait_s), self._turn:
                 while not self._is_stalled:
                     self._changed.clear()
                     self._kick()
-                    if attempt(True):
+                    if want.attempt(True):
                         return
                     await self._next()
         except TimeoutError:
             pass  # it has been long enough
         finally:
-            self._num_waiting -= 1
+            self._waiting[want.page_nbytes] -= 1
+            self._waiting += Counter()  # keeps no sizes that nobody waits for
         self._counters["room_waits_over"] += 1
-        attempt(False)
+        want.attempt(False)
 
     @property
     def _is_stalled(self) -> bool:
@@ -105,5 +120,5 @@ class Room:
         self._changed.set()
 
     def look(self) -> None:
-        """There may be room, or an SSD that takes no pages any more."""
+        """There may be room, an SSD that takes no pages any more, or a node that takes none."""
         self._changed.set()

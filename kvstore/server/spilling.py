@@ -27,6 +27,7 @@ from kvstore.server.page_table import READY, SPILLED
 from kvstore.server.segment import Slot
 from kvstore.server.tenants import COMMON, STICKY_EVICTIONS
 from kvstore.server.tier import TierPage
+from kvstore.server.unwritten import Unwritten
 from kvstore.store import PutPolicy
 from kvstore.verify import well_formed
 
@@ -204,13 +205,15 @@ class Spilling:
                 return self._begin(row)
         return None
 
-    def unwritten(self) -> list[PageKey]:
-        """Ready pages without a copy, the hottest first and a page before its descendants."""
-        table = self._table
-        rows = [row for row in table.used_rows() if table.state[row] == READY]
-        rows = [row for row in rows if not table.on_ssd[row]]
-        rows.sort(key=lambda row: (-table.heat[row], table.depth[row], row))
-        return [table.key(row) for row in rows]
+    @property
+    def num_unwritten(self) -> int:
+        """Ready pages without a copy."""
+        num_ready, num_spilled = self._ledger.num_in(READY), self._ledger.num_in(SPILLED)
+        return num_ready - (self.num_on_ssd - num_spilled)
+
+    def unwritten(self) -> Unwritten:
+        """These pages, to be found."""
+        return Unwritten(self._table)
 
     def begin_copy(self, key: PageKey, now_s: float) -> Spill | None:
         """Copy this page, whether it would be evicted or not; None: it is not there to be copied,

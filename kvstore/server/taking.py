@@ -18,7 +18,6 @@ reservation runs out meanwhile (the process stood still): it is not granted agai
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,6 +41,7 @@ from kvstore.messages import (
     WriteGrant,
 )
 from kvstore.replication.holdings import OwnNode
+from kvstore.server.polls import now_s
 from transfer.channel import Caller, Service
 from transfer.errors import RemoteFailed, TransferError
 from transfer.interface import Priority, Range, Transfer
@@ -104,9 +104,12 @@ class PageTaker:
             if grant.status is ReserveStatus.GRANTED
         ]
         if granted:
-            read_s = READ_S_MAX + len(granted) * message.spec.page_nbytes / SLOW_NBYTES_PER_S
-            limit_s = min(read_s, reserved.lease_s) + _now_s()
-            limit_s = min(limit_s, caller.deadline_s - ANSWER_MARGIN_S)
+            limit_s = read_limit_s(
+                len(granted) * message.spec.page_nbytes,
+                lease_s=reserved.lease_s,
+                deadline_s=caller.deadline_s,
+                at_s=now_s(),
+            )
             taken = await self._fill(message, reserved.incarnation, granted, limit_s)
             for one, status in zip(granted, taken, strict=True):
                 statuses[one.position] = status
@@ -156,9 +159,15 @@ class PageTaker:
         """A read that has ended or was cancelled touches the slots no more."""
         message = AbortPages(incarnation=incarnation, pages=grants, quiet=True)
         try:
-            await self._own.ask(message, StoreDone, deadline_s=_now_s() + READ_S_MAX)
+            await self._own.ask(message, StoreDone, deadline_s=now_s() + READ_S_MAX)
         except RemoteFailed:
             return  # the node is closing
+
+
+def read_limit_s(nbytes: int, *, lease_s: float, deadline_s: float, at_s: float) -> float:
+    """When a read of ``nbytes`` that begins at ``at_s`` has to have ended, the commit included."""
+    read_s = READ_S_MAX + nbytes / SLOW_NBYTES_PER_S
+    return min(at_s + min(read_s, lease_s), deadline_s - ANSWER_MARGIN_S)
 
 
 def _check(message: TakePages) -> None:
@@ -170,7 +179,3 @@ def _check(message: TakePages) -> None:
     for page in message.pages:
         if page.offset < 0 or len(page.checksum) != CHECKSUM_NBYTES:
             raise RemoteFailed("bad_page", f"no page can be read at offset {page.offset}")
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

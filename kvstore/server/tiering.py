@@ -19,8 +19,7 @@ from typing import Any
 from kvstore.page import PageKey
 from kvstore.server.adopting import Adoption
 from kvstore.server.directory import Directory
-from kvstore.server.polls import now_s as loop_now_s
-from kvstore.server.room import Room
+from kvstore.server.room import Room, Want
 from kvstore.server.segment import Slot
 from kvstore.server.spilling import Promotion, Spill
 from kvstore.server.tier import Tier
@@ -32,6 +31,7 @@ SPILLS_MAX = 8  # pages on their way down
 PROMOTIONS_MAX = 32  # pages on their way up
 PROMOTIONS_WAITING_MAX = 4096  # pages that wait for that; more are reported absent
 PROMOTION_WAIT_S = 1.0  # of a page on its way up, for room
+COPIES_AT_ONCE = 256  # pages looked at for a copy between looks at the loop
 REMOVALS_AT_ONCE = 256  # forgotten pages that leave the tier between looks at the loop
 TRIAL_S = 1.0  # between pages that a tier which takes none is offered; it decides when it tries one
 PROMOTED_AT_ONCE = 0.5  # of the memory: more would push out what was just brought in
@@ -43,7 +43,7 @@ class Tiering:
     Args:
         directory: the core; its pages lie in ``view``.
         tier: opened; closed by ``close``.
-        now_s: the loop's clock.
+        now_s: the clock of its decisions and deadlines; the loop's, but for tests.
 
     Attributes:
         room: where those wait who need a slot.
@@ -135,12 +135,17 @@ class Tiering:
             self._trial_s = now_s + TRIAL_S
         return int(due and not self._closed)
 
-    async def copy_all(self) -> int:
-        """Copy what is only in memory, the hottest first; returns how many pages still are.
+    async def copy_all(self) -> None:
+        """Copy what is only in memory, the hottest first; others run meanwhile.
 
         When cancelled, it stays at what has been copied by then.
         """
-        for key in self._spilling.unwritten():
+        unwritten = self._spilling.unwritten()
+        for _ in unwritten.steps():
+            await asyncio.sleep(0)
+        for number, key in enumerate(unwritten.keys(), start=1):
+            if number % COPIES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             while len(self._spills) >= SPILLS_MAX:
                 await asyncio.wait(self._spills.values(), return_when=asyncio.FIRST_COMPLETED)
             if self._closed or self._tier.degraded is not None:
@@ -152,13 +157,14 @@ class Tiering:
                 self._spills[key] = self._spawn(self._spill(key, spill), "copy")
         if self._spills:
             await asyncio.wait(list(self._spills.values()))
-        return len(self._spilling.unwritten())
 
     def _sweep(self) -> None:
         """Tell the tier what was forgotten, and how warm what it alone has is."""
+        if self._closed:
+            return
         for key, heat in self._spilling.take_vacated():
             self._tier.touch(key, heat)
-        if not self._sweeping and not self._closed:
+        if not self._sweeping:
             removals = self._spilling.take_removals(REMOVALS_AT_ONCE)
             self._tier.remove(removals)
             if len(removals) == REMOVALS_AT_ONCE:
@@ -261,6 +267,8 @@ class Tiering:
     async def _begin_promote(self, key: PageKey) -> Promotion | None:
         """Once there is room; None: the page is not to be brought up, or there is none."""
         begun: list[Promotion] = []
+        if not self._spilling.may_promote(key):
+            return None
 
         def attempt(patient: bool) -> bool:
             spilling = self._spilling
@@ -269,8 +277,10 @@ class Tiering:
                 begun.append(promotion)
             return bool(begun) or not spilling.sparing or not spilling.may_promote(key)
 
-        if not self.room.now(attempt):
-            await self.room.wait(attempt, loop_now_s() + PROMOTION_WAIT_S)
+        nbytes, segment = self._directory.page_nbytes(key), self._directory.segment
+        want = Want(attempt, nbytes, lambda: segment.can_allocate(nbytes))
+        if not self.room.now(want):
+            await self.room.wait(want, PROMOTION_WAIT_S)
         return begun[0] if begun else None
 
     # ---- life
@@ -297,6 +307,7 @@ class Tiering:
     def abort(self) -> None:
         """Stop at once: what is on its way is given up. Idempotent."""
         self._closed = True
+        self.room.look()
         for task in list(self._tasks):
             task.cancel()
 

@@ -142,6 +142,7 @@ async def test_a_node_that_could_not_be_told_is_named_and_the_status_says_so(
         body = response.json()
         assert body["error"]["code"] == "incomplete"
         assert "p0, s0" in body["error"]["message"]
+        assert "try again for p0, s0" in body["error"]["message"]
         errors = {node["node_id"]: node["error"] for node in body["nodes"]}
         assert errors["d0"] is errors["s1"] is None
         assert "nobody at fake://s0" in errors["s0"]
@@ -149,7 +150,7 @@ async def test_a_node_that_could_not_be_told_is_named_and_the_status_says_so(
         assert stores[1].told[0] == bytes.fromhex("ab" * 32)
 
 
-async def test_a_store_of_another_engine_is_named_as_not_cleared() -> None:
+async def test_a_store_of_another_engine_is_named_with_what_clears_it() -> None:
     cluster = FakeCluster(with_store=False)
     async with door(cluster) as d:
         members = [node.member for node in cluster.nodes.values()]
@@ -158,9 +159,12 @@ async def test_a_store_of_another_engine_is_named_as_not_cleared() -> None:
         cluster.membership.show([msgspec.structs.replace(members[0], info=info), members[1]])
         response = await d.client.post(CLEAR, json={"all": True})
         assert response.status_code == 502
+        message = response.json()["error"]["message"]
+        assert "trying again does not clear mooncake://m:1" in message
+        assert "try again" not in message
         (named,) = [n for n in response.json()["nodes"] if n["role"] == "store"]
         assert named["node_id"] == "mooncake://m:1"
-        assert named["error"]
+        assert "remove_by_regex('^kvferry/.*', True)" in named["error"]
         assert cluster.p().cleared == cluster.d().cleared == [None]
 
 

@@ -56,7 +56,7 @@ class World:
         self.granted: list[NodeId] = []  # who has granted read leases
         self.break_writes = 0  # so many more writes fail half-way
         self.reads: list[list[Range]] = []
-        self.read_limits: list[tuple[Priority, float]] = []  # and seconds until each one's deadline
+        self.read_priorities: list[Priority] = []
         self.writes: list[list[Range]] = []
         self._next = 0
 
@@ -159,8 +159,7 @@ class FakeTransfer:
             raise DeadlineExceeded("stuck")
         if priority is Priority.BACKGROUND and self._world.copy_error is not None:
             raise self._world.copy_error
-        left_s = deadline_s - asyncio.get_running_loop().time()
-        self._world.read_limits.append((priority, left_s))
+        self._world.read_priorities.append(priority)
         self._world.reads.append(list(ranges))
         if len(self._world.reads) - 1 == self._world.fail_read_at:
             raise FrameInvalid("this read fails")

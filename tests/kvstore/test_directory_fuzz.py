@@ -184,7 +184,10 @@ def spill(m: Model, rng: random.Random) -> None:
             assert not m.kept(job.page.record.key), "a held page was chosen to be spilled"
             m.spills.append(job)
     elif m.setup.ssd_pages and rng.random() < 0.1:
-        left = m.d.spilling.unwritten()
+        unwritten = m.d.spilling.unwritten()
+        list(unwritten.steps())
+        left = list(unwritten.keys())
+        assert len(left) == m.d.spilling.num_unwritten
         assert set(left) == m.ready.keys() - m.on_ssd.keys()
         under_way = {job.page.record.key for job in m.spills}
         for key in [key for key in left if key not in under_way][:1]:

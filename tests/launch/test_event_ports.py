@@ -16,7 +16,7 @@ from kvstore.events import EVENTS_LABEL, REPLAY_LABEL
 from launch.cluster import plan, with_ports
 from launch.config import JoinOptions, NodeOptions, UpOptions
 from launch.errors import ConfigError
-from launch.event_ports import EventNetwork, EventPorts, check_event_ports, port_of
+from launch.event_ports import EventNetwork, EventPorts, check_event_ports, port_options
 from launch.http_client import post_json
 from launch.inproc import InProcessCluster
 from launch.main import main
@@ -72,7 +72,7 @@ def test_nodes_of_a_count_take_ports_in_their_order_and_free_ones_stay_free() ->
     group = NodeGroup("prefill", NodeOptions.of(model="fake", count=3, kv_events_port=5557))
     argvs = [list(child.spec.argv) for child in group._supervisor._children]
     assert [told(argv) for argv in argvs] == [(5557, 0), (5558, 0), (5559, 0)]
-    assert port_of(NodeOptions.of(), 7) == {"kv_events_port": 0, "kv_events_replay_port": 0}
+    assert port_options(NodeOptions.of(), 7) == {"kv_events_port": 0, "kv_events_replay_port": 0}
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, TextIO, cast
 
 import httpx
 import psutil
 import pytest
 
-from launch.output import write_line
+from launch.output import LINES_MAX, _Behind, write_line
 from launch.supervisor import ChildSpec, Supervisor
 from tests.e2e.cluster import free_ports
+from tests.until import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 90.0
-POLL_S = 0.05
 
 
 def test_a_line_for_a_reader_that_has_gone_is_lost_and_the_next_ones_go_nowhere() -> None:
@@ -34,11 +36,89 @@ def test_a_line_for_a_reader_that_has_gone_is_lost_and_the_next_ones_go_nowhere(
     assert not write_line("there is no stream", None)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_full_disk_loses_a_line_and_keeps_the_file() -> None:
-    with contextlib.suppress(OSError), open("/dev/full", "w", encoding="utf-8") as stream:
+    with open("/dev/full", "w", encoding="utf-8") as stream:
         assert not write_line("lost", stream)
         assert not write_line("lost too", stream)
-        assert os.path.sameopenfile(stream.fileno(), os.open("/dev/full", os.O_WRONLY))
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat("/dev/full"))
+
+
+PIPE_LINE = "x" * 1_000_000  # longer than a pipe holds
+
+
+@contextlib.contextmanager
+def pipe(*, blocking: bool) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Reader and writer; the reader is at the end when the writer is closed."""
+    read, write = os.pipe()
+    os.set_blocking(write, blocking)
+    with open(read, encoding="utf-8") as reader, open(write, "w", encoding="utf-8") as writer:
+        yield reader, writer
+
+
+def test_a_line_is_written_whole_where_another_process_made_the_stream_non_blocking() -> None:
+    with ThreadPoolExecutor(1) as pool, pipe(blocking=False) as (reader, writer):
+        read = pool.submit(reader.read)
+        assert all(write_line(f"{n}{PIPE_LINE}", cast("TextIO", writer)) for n in (1, 2))
+        writer.close()
+        assert read.result(TIMEOUT_S) == f"1{PIPE_LINE}\n2{PIPE_LINE}\n"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_is_missing_is_counted_in_front_of_the_first_line_after_it(blocking: bool) -> None:
+    with pipe(blocking=blocking) as (reader, writer):
+        behind = _Behind(cast("TextIO", writer))
+        behind.put(PIPE_LINE)
+        assert reader.read(1) == "x", "the thread has it, and stands still in the middle of it"
+        lines = [f"{n} {PIPE_LINE[:1000]}" for n in range(LINES_MAX)]
+        for line in (*lines, *["lost"] * 3):
+            behind.put(line)
+        assert set(reader.readline()) == {"x", "\n"}
+        until(lambda: not behind._lines.full(), "room for a line", TIMEOUT_S)
+        behind.put("heard again")
+        assert [reader.readline() for _ in lines] == [f"{line}\n" for line in lines]
+        assert reader.readline() == "(3 lines are missing here: they were not read in time)\n"
+        assert reader.readline() == "heard again\n"
+        behind.flush(TIMEOUT_S)
+
+
+def test_lines_that_are_lost_last_are_counted_at_the_end() -> None:
+    with pipe(blocking=True) as (reader, writer):
+        behind = _Behind(cast("TextIO", writer))
+        behind.put(PIPE_LINE)
+        assert reader.read(1) == "x", "the thread has it, and stands still in the middle of it"
+        for n in range(LINES_MAX + 2):
+            behind.put(f"{n}")
+        assert set(reader.readline()) == {"x", "\n"}
+        assert [reader.readline() for _ in range(LINES_MAX)][-1] == f"{LINES_MAX - 1}\n"
+        assert reader.readline() == "(2 lines are missing here: they were not read in time)\n"
+        behind.flush(TIMEOUT_S)
+        behind.put("nothing is missing here")
+        assert reader.readline() == "nothing is missing here\n"
+
+
+def repeat(behind: _Behind, count: int) -> None:
+    for _ in range(count):
+        behind.put("line")
+
+
+def test_every_line_is_written_or_counted_when_many_threads_say_something() -> None:
+    num_each, num_threads = 3 * LINES_MAX, 4
+    with (
+        ThreadPoolExecutor(num_threads + 1) as pool,
+        pipe(blocking=True) as (reader, writer),
+    ):
+        behind = _Behind(cast("TextIO", writer))
+        read = pool.submit(reader.read)
+        said = [pool.submit(repeat, behind, num_each) for _ in range(num_threads)]
+        for future in said:
+            future.result(TIMEOUT_S)
+        behind.flush(TIMEOUT_S)
+        writer.close()
+        lines = read.result(TIMEOUT_S).splitlines()
+    missing = [int(line[1:].split()[0]) for line in lines if line.startswith("(")]
+    assert lines.count("line") + sum(missing) == num_each * num_threads
+    assert lines.count("line") + len(missing) == len(lines)
 
 
 _LOGGING = """
@@ -164,14 +244,13 @@ def up(port: int, join_port: int, home: Path) -> subprocess.Popen[bytes]:
 
 
 def until_it_serves(process: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
+    def serves() -> bool:
         assert process.poll() is None, f"ended with {process.returncode}"
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
-                return
-        time.sleep(POLL_S)
-    raise AssertionError("it never served")
+            return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200
+        return False
+
+    until(serves, "it serves", TIMEOUT_S)
 
 
 def node_of(process: subprocess.Popen[bytes], role: str) -> psutil.Process | None:
@@ -189,11 +268,12 @@ def kill_and_see_it_come_back(process: subprocess.Popen[bytes], role: str) -> No
     victim = node_of(process, role)
     assert victim is not None
     victim.kill()
-    deadline = time.monotonic() + TIMEOUT_S
-    while node_of(process, role) in (None, victim):
+
+    def is_back() -> bool:
         assert process.poll() is None, "it ended with its child"
-        assert time.monotonic() < deadline, "nobody started it again"
-        time.sleep(POLL_S)
+        return node_of(process, role) not in (None, victim)
+
+    until(is_back, "somebody starts it again", TIMEOUT_S)
     assert [node_of(process, name) for name in names] == others
 
 
@@ -251,7 +331,6 @@ def test_what_up_has_to_say_goes_where_somebody_reads(kept: str, tmp_path: Path)
     ) as process:
         os.close(writer)
         try:
-            until_it_serves(process, port)
             stream = process.stdout or process.stderr
             assert stream is not None
             assert any(

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 from launch import status
 from launch.config import JoinOptions
 from tests.launch.tiny_gguf import smollm_tokenizer
+from tests.until import until
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
 
@@ -55,13 +55,17 @@ class Process:
 
     def until(self, pattern: str) -> str:
         """Return the first group of ``pattern`` once the process has said it."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
+        found: list[str] = []
+
+        def said() -> bool:
+            lives = self.popen.poll() is None  # before: what it said last counts
             if match := re.search(pattern, self.out + self.err):
-                return match[1] if match.groups() else match[0]
-            assert self.popen.poll() is None, self.err
-            time.sleep(0.05)
-        raise AssertionError(f"never said {pattern!r}:\n{self.err}")
+                found.append(match[1] if match.groups() else match[0])
+            assert found or lives, self.err
+            return bool(found)
+
+        until(said, lambda: f"to say {pattern!r}:\n{self.err}", TIMEOUT_S)
+        return found[0]
 
     def wait(self) -> int:
         return self.popen.wait(TIMEOUT_S)
@@ -92,13 +96,12 @@ def start(tmp_path: Path) -> Iterator[type[Process]]:
 
 def wait_listed(join: str, node_id: str) -> None:
     """Wait until the registry at ``join`` lists the node."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
+
+    def is_listed() -> bool:
         view = asyncio.run(status.fetch(JoinOptions.of(join=join), TIMEOUT_S))
-        if any(member.node_id == node_id for member in view.members):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{node_id} never joined")
+        return any(member.node_id == node_id for member in view.members)
+
+    until(is_listed, f"{node_id} joins", TIMEOUT_S)
 
 
 def _commands_of_children(process: Process) -> list[str]:

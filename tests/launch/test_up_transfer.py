@@ -8,17 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.until import until
+
 pytestmark = [pytest.mark.net, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 90.0
-POLL_S = 0.1  # the next heartbeat is an event of another process
 NO_UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="no ucxx")
 
 
@@ -47,12 +47,15 @@ def serving_at(process: subprocess.Popen[str], said: Path) -> str:
 def descriptors(url: str) -> float:
     """What decode's transfers took, as soon as a heartbeat has told the gateway."""
     wanted = re.compile(r'^kvferry_transfer_ranges_sent_total{.*role="decode".*} (\S+)$', re.M)
-    ends_at = time.monotonic() + TIMEOUT_S
     found = 0.0
-    while not found and time.monotonic() < ends_at:
+
+    def is_told() -> bool:
+        nonlocal found
         text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
         found = sum(float(value) for value in wanted.findall(text))
-        time.sleep(POLL_S)
+        return found > 0
+
+    until(is_told, "a heartbeat tells what decode's transfers took", TIMEOUT_S)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 from pathlib import Path
@@ -41,12 +42,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Nothing is left to do for a test that a helper has run."""
+    """Nothing is left to do for a test that a helper has run to its end."""
     name = _name(pyfuncitem)
-    return (name is not None and pyfuncitem.config.stash[HELPERS].has_passed(name)) or None
+    if name is None:
+        return None
+    run = functools.partial(pyfuncitem.obj, pyfuncitem.callspec.params["seed"])
+    return pyfuncitem.config.stash[HELPERS].has_run(name, run) or None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     helpers = session.config.stash.get(HELPERS, None)
     if helpers is not None:
         helpers.close()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say which tests did not run where they were meant to."""
+    helpers = config.stash.get(HELPERS, None)
+    lines = [] if helpers is None else helpers.report()
+    if lines:
+        terminalreporter.section("helper processes")
+    for line in lines:
+        terminalreporter.line(line)

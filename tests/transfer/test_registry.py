@@ -9,7 +9,7 @@ from msgspec import structs
 
 from transfer.errors import HelloRefused
 from transfer.identity import Identity, Incarnation, NodeId, Role
-from transfer.membership import NodeInfo, NodeStatus
+from transfer.membership import NodeInfo, NodeStatus, SeatHolder, SeatQuery, SeatTaken
 from transfer.registry import GAUGE_INTERVAL_S, LEASE_TTL_S, Registry
 
 
@@ -176,5 +176,36 @@ def test_a_holder_that_registers_again_is_alive() -> None:
     first = registry.holder(0.0, elsewhere)
     registry.register(0.1, info("a"), NodeStatus())
     again = registry.holder(0.1, elsewhere)
+    assert first is not None
     assert again is not None
     assert again.is_alive(first)
+
+
+def holder(life: int, num_signs: int, *, draining: bool = False) -> SeatHolder:
+    return SeatHolder(
+        incarnation=f"a/{life}", address="tcp://a:1", num_signs=num_signs, draining=draining
+    )
+
+
+def test_a_seat_is_waited_for_while_its_holder_may_be_dead_and_taken_once_it_is_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    query = SeatQuery(NodeId("a"))
+    assert not query.is_free(holder(1, 5))
+    assert not query.is_free(holder(1, 5)), "not heard since"
+    with pytest.raises(SeatTaken, match=r"tcp://a:1 \(incarnation a/1\)"):
+        query.is_free(holder(1, 6))
+    assert query.is_free(None), "its lease has ended"
+    assert [record.getMessage() for record in caplog.records] == [
+        "a waits until the seat of the process at tcp://a:1 is free, or that one is heard"
+    ]
+
+
+def test_a_holder_that_leaves_or_is_replaced_is_waited_for() -> None:
+    query = SeatQuery(NodeId("a"))
+    assert not query.is_free(holder(1, 5))
+    assert not query.is_free(holder(1, 6, draining=True)), "about to leave"
+    assert not query.is_free(holder(2, 7)), "another process: one sign of it proves nothing"
+    with pytest.raises(SeatTaken):
+        query.is_free(holder(2, 8))
+    assert SeatQuery(NodeId("a")).is_free(None), "nobody has it"

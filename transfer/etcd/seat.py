@@ -34,10 +34,11 @@ from transfer.etcd.listing import Listing, list_keys
 from transfer.etcd.records import Keys, Record, encode_record
 from transfer.identity import Identity, new_identity
 from transfer.membership import (
+    TAKEN_RETRY_S,
     NodeInfo,
     NodeStatus,
     SeatHolder,
-    SeatTaken,
+    SeatQuery,
     Superseded,
     check_contract,
     holder_before,
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 5  # etcd's least is 1.5 of its election timeout: 2 s unless its operator says else
 MAX_JOIN_ATTEMPTS = 64  # lost races against others that join, before it backs off
-TAKEN_RETRY_S = 0.25  # while another process has the seat, dead or alive
 JOIN_PAUSE_S = 0.05  # at most, after a lost race
 LEASE_NOT_FOUND = "etcd-5"
 
@@ -229,20 +229,12 @@ class Seat:
         Raises:
             SeatTaken: the holder has done so.
         """
-        before: SeatHolder | None = None
+        query = SeatQuery(self.info.identity.node_id)
         while True:
             asked_s = asyncio.get_running_loop().time()
             listing = await list_keys(client, self._keys)
-            holder = self._holder(listing)
-            if holder is None:
+            if query.is_free(self._holder(listing)):
                 return listing, asked_s
-            if holder.is_alive(before):
-                raise SeatTaken(self.info.identity.node_id, holder)
-            if before is None:
-                text = "%s waits until the seat of the process at %s is free, or that one is heard"
-                logger.warning(text, self.info.identity.node_id, holder.address)
-            if before is None or before.incarnation != holder.incarnation:
-                before = holder
             await asyncio.sleep(TAKEN_RETRY_S)
 
     def _holder(self, listing: Listing) -> SeatHolder | None:
