@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import threading
 
+from transfer.cursor import FileSource
+
 LOAN_PATIENCE_S = 0.5  # of a revocation; a peer that runs answers within milliseconds
 
 
@@ -57,3 +59,42 @@ class Loans:
         with self._changed:
             self._changed.wait_for(lambda: self._num_out == 0 or self._num_lost > 0, patience_s)
             return self._num_out == 0 and self._num_lost == 0
+
+
+class LentFile:
+    """A region's file as one answer sends from it: its first use is a loan.
+
+    So an answer that waits for its turn on a slow connection holds nobody up.
+    """
+
+    def __init__(self, file: FileSource, loans: Loans) -> None:
+        self._file = file
+        self._loans = loans
+        self._is_out = False
+
+    def enter(self) -> tuple[int, int] | None:
+        place = self._file.enter()
+        if place is not None and not self._is_out:
+            self._is_out = True
+            self._loans.take()
+        return place
+
+    def leave(self) -> None:
+        self._file.leave()
+
+    @property
+    def is_out(self) -> bool:
+        """Bytes of it are on their way, or in the peer's socket."""
+        return self._is_out
+
+    def give_back(self) -> None:
+        """The peer has them, has failed, or is gone. Idempotent."""
+        if self._is_out:
+            self._is_out = False
+            self._loans.give_back()
+
+    def lose(self) -> None:
+        """Nobody will say whether it has them."""
+        if self._is_out:
+            self._is_out = False
+            self._loans.lose()

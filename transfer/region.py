@@ -194,7 +194,6 @@ class RegionTable:
         self._num_made = 0
         self._next_slot = 0
         self._allocations: list[Allocation] = []
-        self._ended = False
 
     def attach(self, control: ControlPage) -> None:
         """Publish all regions, those of now and later, through ``control``."""
@@ -276,12 +275,7 @@ class RegionTable:
         region_id = region.region_id
         is_empty = self._control is None or self._control.wait_until_empty(region_id)
         is_empty = region.loans.wait_until_returned() and is_empty
-        if not is_empty and self._ended:
-            _LOG.warning(
-                "a peer that was stopped may still see memory of this closed engine: release what "
-                "allocate() returned, do not reuse it"
-            )
-        elif not is_empty:
+        if not is_empty:
             self._leave_behind(allocation)
         with self._lock:
             allocation.release()
@@ -310,9 +304,7 @@ class RegionTable:
             )
 
     def revoke_all(self) -> None:
-        """The engine has ended: no memory is left behind, whoever may still look at it."""
         with self._lock:
-            self._ended = True
             regions = list(self._regions.values())
         for region in regions:
             self.revoke(region)

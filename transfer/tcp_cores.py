@@ -72,6 +72,8 @@ class ReceiverCore:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._end)
             return
+        ours = self._usual - {self._avoided}
         self._timer = self._avoided = None
         with suppress(OSError):
-            os.sched_setaffinity(self._thread_id, self._usual)
+            if os.sched_getaffinity(self._thread_id) == ours:  # else somebody has moved it since
+                os.sched_setaffinity(self._thread_id, self._usual)

@@ -32,7 +32,7 @@ from transfer.errors import (
 )
 from transfer.gate import closed_gate
 from transfer.interface import Priority, Rights
-from transfer.loans import Loans
+from transfer.loans import LentFile
 from transfer.region import (
     DeviceRegion,
     HostRegion,
@@ -76,8 +76,8 @@ class ServedLink:
         self._handshake = handshake
         self._sources: dict[int, Source] = {}
         self._sinks: dict[int, tuple[Sink, RegisteredRegion | None]] = {}
-        self._lending: dict[int, Loans] = {}  # of reads that are being answered by reference
-        self._lent: dict[int, Loans] = {}  # of reads whose bytes may still lie in the socket
+        self._lending: dict[int, LentFile] = {}  # of reads that are being answered by reference
+        self._lent: dict[int, LentFile] = {}  # of reads whose bytes may still lie in the socket
         piece_nbytes = server.config.piece_nbytes
         self.link = Link(sock, self, piece_nbytes=piece_nbytes, name=name, core=server.core)
         self._hello_timer = asyncio.get_running_loop().call_later(
@@ -154,13 +154,13 @@ class ServedLink:
     ) -> None:
         payload = self._server.payload(region, spans, "r", self)
         nbytes = payload.remaining
-        loans = _lend(region, payload)
+        lent = payload.file if isinstance(payload.file, LentFile) else None
 
         def on_end(complete: bool) -> None:
             source = self._sources.pop(request_id)
             payload.close()
-            if loans is not None:
-                self._on_lent(request_id, loans, complete=complete)
+            if lent is not None:
+                self._on_lent(request_id, lent, complete=complete)
             if complete:
                 self._server.counters.add(bytes_served=nbytes)
                 if nbytes <= SMALL_NBYTES:
@@ -171,25 +171,26 @@ class ServedLink:
         done = done_frame(request_id, None)
         source = Source(request_id, payload, region.gate, on_end, priority, done)
         self._sources[request_id] = source
-        if loans is not None:
-            self._lending[request_id] = loans
+        if lent is not None:
+            self._lending[request_id] = lent
         self.link.add(source)
 
-    def _on_lent(self, request_id: int, loans: Loans, *, complete: bool) -> None:
+    def _on_lent(self, request_id: int, lent: LentFile, *, complete: bool) -> None:
         """All that was to be sent by reference is on its way; what ended early has failed."""
         del self._lending[request_id]
         if not complete:
-            loans.give_back()
+            lent.give_back()
+        if not lent.is_out:
             return
-        self._lent[request_id] = loans
+        self._lent[request_id] = lent
         if len(self._lent) > MAX_LENT_READS:
             text = f"{self.link.name} does not say which of {MAX_LENT_READS} reads it has taken"
             asyncio.get_running_loop().call_soon(self.link.close, FrameInvalid(text))
 
     def _on_taken(self, request_id: int) -> None:
-        loans = self._lent.pop(request_id, None)
-        if loans is not None:  # else its bytes were copied
-            loans.give_back()
+        lent = self._lent.pop(request_id, None)
+        if lent is not None:  # else its bytes were copied
+            lent.give_back()
 
     def _why_ended(self, source: Source) -> TransferError:
         if source.cursor.error is not None:
@@ -264,13 +265,13 @@ class ServedLink:
 
     def _end_loans(self) -> None:
         """Reads that were not answered in full have failed; of the others, who knows?"""
-        for loans in self._lending.values():
-            loans.give_back()
-        for loans in self._lent.values():
+        for lent in self._lending.values():
+            lent.give_back()
+        for lent in self._lent.values():
             if self.link.peer_closed:
-                loans.give_back()
+                lent.give_back()
             else:
-                loans.lose()
+                lent.lose()
         self._lending.clear()
         self._lent.clear()
 
@@ -310,7 +311,9 @@ class TcpServer:
         if isinstance(region, DeviceRegion):
             return self._devices.payload(region, spans, right, link)
         many = sum(nbytes for _, nbytes in spans) > COPIED_NBYTES
-        file = region.file if isinstance(region, HostRegion) and right == "r" and many else None
+        file = None
+        if right == "r" and many and isinstance(region, HostRegion) and region.file is not None:
+            file = LentFile(region.file, region.loans)
         return Cursor(region.view, spans, file)
 
     def serve(self, sock: socket.socket) -> None:
@@ -351,11 +354,3 @@ class TcpServer:
         self.stop_listening()
         for served in list(self._links):
             served.link.close(error)
-
-
-def _lend(region: RegisteredRegion, payload: Payload) -> Loans | None:
-    """Note that bytes of ``region`` go out by reference, if they do."""
-    if payload.file is None or not isinstance(region, HostRegion):
-        return None
-    region.loans.take()
-    return region.loans

@@ -15,9 +15,10 @@ is tried again and again is the caller's.
        ▼
     try, sparing nobody: pages without a copy go (counted as ``unspilled``)
 
-When nothing has moved for ``STILL_S`` although somebody waits (no copy was made, no page committed)
-the disk is *stalled*: nobody waits for it until it has made a copy, or ``STALL_S`` have passed. So
-a disk that hangs costs one wait now and then, not one for each put. Without an SSD nobody waits.
+When nothing has moved in ``STILL_S`` of waiting, be it one wait or several after one another (no
+copy was made, no page committed), the disk is *stalled*: nobody waits for it until it has made a
+copy, or ``STALL_S`` have passed. So a disk that hangs costs one wait now and then, not one for
+each put. Without an SSD nobody waits.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Room:
         self._changed = asyncio.Event()
         self._turn = asyncio.Lock()
         self._waiting: Counter[int] = Counter()  # who wait, by the size of the slots
-        self._moved_s = 0.0  # when something did, or somebody began to wait
+        self._since_s = 0.0  # when something moved, or somebody began to wait
+        self._still_s = 0.0  # for which somebody had waited before that, and nothing moved
         self._stalled_until_s = 0.0
 
     def now(self, want: Want) -> bool:
@@ -75,7 +77,7 @@ class Room:
         """
         self._counters["room_waits"] += 1
         if not self._waiting:
-            self._moved_s = now_s()
+            self._since_s = now_s()
         self._waiting[want.page_nbytes] += 1
         try:
             async with asyncio.timeout(wait_s), self._turn:
@@ -90,6 +92,8 @@ class Room:
         finally:
             self._waiting[want.page_nbytes] -= 1
             self._waiting += Counter()  # keeps no sizes that nobody waits for
+            if not self._waiting:
+                self._still_s += now_s() - self._since_s
         self._counters["room_waits_over"] += 1
         want.attempt(False)
 
@@ -99,15 +103,16 @@ class Room:
 
     async def _next(self) -> None:
         """Wait until something has changed; note when nothing moves."""
-        still_s = self._moved_s + STILL_S
-        if now_s() < still_s:
-            handle = asyncio.get_running_loop().call_at(still_s, self._changed.set)
+        stalled_at_s = self._since_s + STILL_S - self._still_s
+        if now_s() < stalled_at_s:
+            handle = asyncio.get_running_loop().call_at(stalled_at_s, self._changed.set)
             try:
                 await self._changed.wait()
             finally:
                 handle.cancel()
         else:
             self._stalled_until_s = now_s() + STALL_S
+            self._still_s = 0.0
 
     def copied(self) -> None:
         """A copy was made (or was not wanted): the disk works."""
@@ -116,7 +121,7 @@ class Room:
 
     def committed(self) -> None:
         """There are pages to copy; things go on, though not for the disk."""
-        self._moved_s = now_s()
+        self._since_s, self._still_s = now_s(), 0.0
         self._changed.set()
 
     def look(self) -> None:

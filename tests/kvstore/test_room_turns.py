@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from kvstore.messages import (
     WriteGrant,
 )
 from kvstore.page import PageSpec
+from kvstore.server import room as room_module
 from kvstore.server import unwritten as unwritten_module
 from kvstore.server.entry import Reservation
 from kvstore.server.node import StoreNode
+from kvstore.server.room import Room, Want
 from kvstore.ssd import SsdConfig, SsdTier
 from kvstore.store import PageState, PutOutcome
 from tests.kvstore.contract import put_all
@@ -329,3 +332,25 @@ async def test_a_reader_of_a_page_that_came_back_meanwhile_does_not_wait_for_roo
     assert await queue.bench.tiering._begin_promote(single(3).key) is None
     assert queue.bench.d.counters["room_waits"] == 1, "nobody but the one before"
     await queue.end()
+
+
+async def test_a_disk_that_hangs_is_noticed_by_several_short_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room_module, "STILL_S", 0.05)
+    tries: list[bool] = []
+
+    def attempt(patient: bool) -> bool:
+        tries.append(patient)
+        return not patient
+
+    room = Room(lambda: None, Counter())
+    want = Want(attempt, SPEC.page_nbytes, lambda: False)
+    num_waits = 0
+    while not room.now(want):
+        await room.wait(want, 0.02)
+        num_waits += 1
+        assert num_waits <= 10, "each wait is forgotten when it ends"
+    assert num_waits > 1
+    room.copied()
+    assert not room.now(want), "the disk works: it is worth waiting again"

@@ -61,6 +61,16 @@ async def test_the_receiver_keeps_off_the_senders_core_and_follows_it(kernel: Ke
     assert kernel.cores == {0, 1, 2}, "afterwards the thread runs wherever it did before"
 
 
+async def test_who_moves_the_thread_meanwhile_has_the_last_word(kernel: Kernel) -> None:
+    choice = ReceiverCore(THREAD, asyncio.get_running_loop())
+    with FromCore() as sock:
+        sock.core = 1
+        choice.receiving(sock)
+        kernel.cores = {0}  # taskset, a cpuset
+    await until(lambda: choice.avoided is None)
+    assert kernel.cores == {0}
+
+
 async def test_it_never_gets_a_core_that_was_not_its_own_and_keeps_its_last(
     kernel: Kernel,
 ) -> None:

@@ -270,3 +270,35 @@ async def test_an_id_is_not_used_again_before_its_bytes_were_taken() -> None:
             await client.send(frame)
             assert await client.until_cut_off() == b""
         await until(lambda: region.loans.num_out == 0)
+
+
+async def test_an_answer_that_waits_for_its_turn_has_lent_nothing() -> None:
+    async with checked_engines("tcp") as engines:
+        engine = await engines.make()
+        big, region = engine.allocate(64 * NBYTES), engine.allocate(NBYTES)
+        async with RawClient(engine, receive_nbytes=NBYTES) as client:
+            await client.hello()
+            frame = request_frame(Op.READ, big.export("r"), [(0, 64 * NBYTES)], 1)
+            await client.send(frame)
+            await until(lambda: big.loans.num_out == 1)
+            turns = [request_frame(Op.READ, big.export("r"), [(0, 64 * NBYTES)], 2)]
+            turns.append(request_frame(Op.READ, region.export("r"), [(0, NBYTES)], 3))
+            await client.send(b"".join(turns))
+            await until(lambda: num_served(engine) == 3)
+            assert region.loans.wait_until_returned(0.0)
+
+
+def num_served(engine: TransferEngine) -> int:
+    """Reads that the engine has begun to answer."""
+    assert engine._tcp is not None
+    return sum(len(link._sources) for link in engine._tcp._server._links)
+
+
+async def test_a_closed_engine_gives_nobody_what_its_owner_stores_afterwards() -> None:
+    async with checked_engines("tcp") as engines:
+        engine, region = await lender(engines)
+        async with RawClient(engine, receive_nbytes=4 * NBYTES) as client:
+            await ask(client, region)
+            await engine.close()
+            region.view[:] = AGAIN
+            assert await receive(client) == bytes(pattern(NBYTES))
