@@ -27,7 +27,7 @@ from launch.config import (
     StoreOptions,
     UpOptions,
 )
-from launch.errors import LaunchError, StartError
+from launch.errors import ConfigError, LaunchError, StartError
 from launch.event_ports import check_event_ports, port_options
 from launch.http_client import get_json
 from launch.ports import check_free, free_port, url_host
@@ -61,14 +61,17 @@ def with_ports(options: UpOptions) -> UpOptions:
     """Return the options with real, free ports.
 
     Raises:
-        ConfigError: a port that was named is in use.
+        ConfigError: a port that was named is in use, or was named twice.
     """
     port = options.port or free_port(options.host)
     wanted = GatewayOptions.of(port=options.port, join_port=options.join_port).registry_port
     join_port = wanted or free_port(options.host)
+    if port == join_port:
+        raise ConfigError(f"--join-port {join_port}: that is --port, too: give another one")
     check_free(options.host, port, "--port")
     check_free(options.host, join_port, "--join-port")
-    check_event_ports(options, num_nodes(options))
+    promised = {"--port": port, "--join-port": join_port}
+    check_event_ports(options, num_nodes(options), promised=promised)
     return options.model_copy(update={"port": port, "join_port": join_port})
 
 

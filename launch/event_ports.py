@@ -10,6 +10,7 @@ numbers its stores first, then prefill, then decode nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvstore.events.publisher import beside
@@ -44,12 +45,18 @@ def port_options(options: EventOptions, index: int) -> dict[str, Any]:
     return {name: port + index if port else 0 for name, port in ports_of(options)._asdict().items()}
 
 
-def check_event_ports(options: EventOptions, num_nodes: int) -> None:
+def check_event_ports(
+    options: EventOptions, num_nodes: int, *, promised: Mapping[str, int] | None = None
+) -> None:
     """Refuse ports that ``num_nodes`` on this machine cannot have, before anything is started.
 
+    Args:
+        promised: ports that others of the same command will take, by option.
+
     Raises:
-        ConfigError: one is in use or above 65535, or both kinds want the same.
+        ConfigError: one is in use, promised or above 65535, or both kinds want the same.
     """
+    takers = {port: option for option, port in (promised or {}).items()}
     first = ports_of(options)
     for name, port in first._asdict().items():
         if port and port + num_nodes - 1 > PORT_MAX:
@@ -64,6 +71,10 @@ def check_event_ports(options: EventOptions, num_nodes: int) -> None:
         )
     for index in range(num_nodes):
         for name, port in port_options(options, index).items():
+            if (taker := takers.get(port)) is not None and port:
+                raise ConfigError(
+                    f"{option_of(name)}: port {port} is that of {taker}: give another one"
+                )
             if port:
                 check_free(options.host, port, option_of(name))
 

@@ -33,6 +33,7 @@ WORK_HEADINGS = (
 NAMESPACE_HEADINGS = ("namespace", "pages", "memory", "SSD")
 SSD_LABEL = "ssd_given_nbytes"  # of a store: what its operator wrote with --ssd
 UNNAMED = "(none named)"
+NEARLY_ALL = 0.99  # of a size that was given: less than that is worth a word
 
 
 class Answer(NamedTuple):
@@ -253,7 +254,7 @@ def _usable(stores: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
         if ssd is None or ssd["given_nbytes"] is None:
             continue
         usable, given = short_size(ssd["nbytes"]), short_size(ssd["given_nbytes"])
-        if usable != given:
+        if ssd["nbytes"] < NEARLY_ALL * ssd["given_nbytes"] and usable != given:
             said.setdefault(f"{usable} of the {given} of --ssd", []).append(name)
     for text, names in said.items():
         yield f"{', '.join(names)}: {text} hold pages: its file has a header and whole slabs"

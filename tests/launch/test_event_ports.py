@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.events import EVENTS_LABEL, REPLAY_LABEL
 from launch.cluster import plan, with_ports
-from launch.config import JoinOptions, NodeOptions, UpOptions
+from launch.config import JoinOptions, NodeOptions, UpOptions, option_of
 from launch.errors import ConfigError
 from launch.event_ports import EventNetwork, EventPorts, check_event_ports, port_options
 from launch.http_client import post_json
@@ -183,3 +183,18 @@ async def _complete(cluster: InProcessCluster, number: int) -> None:
     response = await asyncio.to_thread(post_json, url, body, headers={}, timeout_s=TIMEOUT_S)
     assert response is not None
     assert response.status == 200
+
+
+@pytest.mark.parametrize("option", ["kv_events_port", "kv_events_replay_port"])
+def test_a_port_that_the_gateway_will_take_is_refused_by_its_right_name(option: str) -> None:
+    wanted = free_range(1)
+    options = NodeOptions.of(**{option: wanted})
+    said = f"{option_of(option)}: port {wanted} is that of --join-port"
+    with pytest.raises(ConfigError, match=said):
+        check_event_ports(options, 1, promised={"--port": 1, "--join-port": wanted})
+
+
+def test_one_port_for_both_doors_of_the_gateway_is_refused() -> None:
+    port = free_range(1)
+    with pytest.raises(ConfigError, match=f"--join-port {port}: that is --port, too"):
+        with_ports(UpOptions.of(model="fake", port=port, join_port=port))
