@@ -29,6 +29,7 @@ from functools import partial
 from typing import Protocol
 
 from transfer.errors import FrameInvalid, PeerClosed, PeerLost, TransferError
+from transfer.ucx_alarm import Alarm
 from transfer.ucx_binding import Message, Worker
 from transfer.ucx_codec import (
     MAX_CONTROL_NBYTES,
@@ -117,7 +118,7 @@ class UcxLink:
             lifeline, lambda: self._busy, lambda: self._flights.unwanted, self.close
         )
         self.closed = False
-        self._loop.add_reader(worker.fileno(), self._turn)
+        self._alarm = Alarm(worker.fileno(), self._turn)
         self.kick()
 
     @property
@@ -194,7 +195,14 @@ class UcxLink:
             busy = self._settle() | self._take() | self._land() | self._load()
             if busy:
                 self._rest.disturb()
-            elif self.closed or self._rest.arm_or_give_way(busy=self._moving):
+                self._alarm.end_pause()
+            elif self.closed:
+                return True
+            elif self._rest.arm_or_give_way(busy=self._moving):
+                self._alarm.end_pause()
+                return True
+            elif self._rest.pause_s is not None:
+                self._alarm.pause(self._rest.pause_s)
                 return True
             elif self._rest.gave_way:
                 return False  # on a busy machine that took a while: this loop has others too
@@ -342,7 +350,8 @@ class UcxLink:
 
     @property
     def _busy(self) -> bool:
-        return not self.closed and (bool(self._flights) or self._handler.busy)
+        stuck = self._rest.pause_s is not None  # UCX has something under way on its own account
+        return not self.closed and (stuck or bool(self._flights) or self._handler.busy)
 
     async def finish(self) -> None:
         """Say goodbye, then close."""
@@ -358,7 +367,7 @@ class UcxLink:
             error = PeerClosed("this transfer engine was closed")
         self.closed = True
         self._watch.stop()
-        self._loop.remove_reader(self._worker.fileno())
+        self._alarm.stop()
         sock = self._lifeline.let_go()
         for message, _, _ in self._arrived:
             with suppress(TransferError):  # one that UCX has given up already

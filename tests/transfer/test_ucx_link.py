@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from transfer import ucx_rest, ucx_watch
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.gate import Gate
 from transfer.region import RegionTable
@@ -93,9 +94,11 @@ class _Handler:
 
     def __init__(self) -> None:
         self.errors: list[TransferError] = []
+        self.lost = asyncio.Event()
 
     def on_lost(self, error: TransferError) -> None:
         self.errors.append(error)
+        self.lost.set()
 
 
 class Bed:
@@ -174,6 +177,7 @@ async def test_a_control_message_that_ucx_refuses_ends_the_connection(
 async def test_a_connection_that_gives_the_core_away_lets_the_loop_go_on_after_each_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ucx_rest, "MAX_LINGERED_S", 1000.0)  # however slow this machine is
     bed = Bed(SHORT)
     monkeypatch.setattr(bed.worker, "arm", lambda: False)
     await bed.turn()
@@ -181,4 +185,36 @@ async def test_a_connection_that_gives_the_core_away_lets_the_loop_go_on_after_e
         looks = bed.worker.num_looks
         await asyncio.sleep(0)
         assert bed.worker.num_looks == looks + 1
+    bed.close()
+
+
+async def test_a_connection_whose_worker_never_sleeps_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ucx_rest, "MAX_LINGERED_S", 0.0)
+    monkeypatch.setattr(ucx_rest, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(ucx_rest, "MAX_PAUSE_S", 1000.0)
+    bed = Bed(SHORT)
+    monkeypatch.setattr(bed.worker, "arm", lambda: False)
+    await bed.turn()
+    looks = bed.worker.num_looks
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert bed.worker.num_looks == looks
+    await bed.turn()
+    assert bed.worker.num_looks == looks + 1, "what we ask for does not wait"
+    bed.close()
+
+
+async def test_a_frozen_peer_is_lost_while_only_ucx_itself_has_something_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ucx_rest, "MAX_LINGERED_S", 0.0)
+    monkeypatch.setattr(ucx_watch, "WATCH_S", 0.001)
+    monkeypatch.setattr(ucx_watch, "PING_S", 0.001)
+    bed = Bed(SHORT)
+    monkeypatch.setattr(bed.worker, "arm", lambda: False)
+    async with asyncio.timeout(10):
+        await bed.handler.lost.wait()
+    assert "has not answered" in str(bed.handler.errors[0])
     bed.close()
