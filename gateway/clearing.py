@@ -18,7 +18,7 @@ from kvstore.events import CacheCleared, ClearCache
 from transfer.channel import Hello, Network
 from transfer.errors import TransferError
 from transfer.identity import Identity, NodeId, Role
-from transfer.membership import PAGE_STORE_FACT, Member, MembershipView
+from transfer.membership import Member, MembershipView
 
 STORE_ROUNDS_MAX = 4
 NOT_OURS = (
@@ -108,7 +108,7 @@ async def _clear_store(
 
 def other_engines(view: MembershipView) -> list[ClearedNode]:
     """The stores that members use and that are no nodes of ours: nobody can tell them."""
-    named = (member.info.contract.get(PAGE_STORE_FACT) for member in view.members)
+    named = (member.info.other_page_store for member in view.members)
     addresses = sorted({address for address in named if address})
     return [ClearedNode(NodeId(name), Role.STORE, 0, NOT_OURS) for name in addresses]
 

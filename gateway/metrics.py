@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from gateway.dispatch import Dispatcher
 from gateway.store_metrics import store_families
 from transfer.identity import Role
-from transfer.membership import Membership
+from transfer.membership import PAGE_STORE_LOSSES, PAGE_STORE_LOST, Membership
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -89,6 +89,7 @@ class _Scrape(Collector):
         )
         yield from self._cluster()
         yield from self._transfers()
+        yield from self._page_stores()
         yield from store_families(self._membership.view)
 
     def _cluster(self) -> Iterator[Metric]:
@@ -122,6 +123,26 @@ class _Scrape(Collector):
                 if value is not None:
                     family.add_metric([member.node_id, member.info.identity.role.value], value)
             yield family
+
+    def _page_stores(self) -> Iterator[Metric]:
+        """What nodes say of an engine of pages that is not the cluster's own."""
+        labels = ["node", "role"]
+        lost = GaugeMetricFamily(
+            "kvferry_page_store_lost",
+            "1 while the node's page store does not answer.",
+            labels=labels,
+        )
+        losses = CounterMetricFamily(
+            "kvferry_page_store_losses", "Times that it stopped answering.", labels=labels
+        )
+        for member in self._membership.view.members:
+            node = [member.node_id, member.info.identity.role.value]
+            status = member.status
+            if PAGE_STORE_LOST in status.gauges:
+                lost.add_metric(node, status.gauges[PAGE_STORE_LOST])
+                losses.add_metric(node, status.counters.get(PAGE_STORE_LOSSES, 0.0))
+        yield lost
+        yield losses
 
 
 class Metrics:

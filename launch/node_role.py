@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.step import Runner
     from launch.parts import Parts
     from launch.pool_access import PoolAccess
+    from transfer.membership import Membership
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +57,21 @@ def run(role: NodeRoleName, options: NodeOptions) -> None:
 
 
 def make_node(
-    role: NodeRoleName, options: NodeOptions, parts: Parts, runner: Runner, access: PoolAccess
+    role: NodeRoleName,
+    options: NodeOptions,
+    parts: Parts,
+    runner: Runner,
+    access: PoolAccess,
+    membership: Membership,
 ) -> Any:
     """Build the node of one role on its parts."""
-    from launch.page_store import stated
     from launch.parts import control_bind
 
     common: dict[str, Any] = {
         "identity": parts.identity,
         "network": parts.network,
         "transfer": parts.transfer,
-        "membership": stated(options, parts.membership),
+        "membership": membership,
         "store": access.store,
         "region": access.region,
         "runner": runner,
@@ -99,17 +104,18 @@ class NodeRole:
         self._node: Any = None
 
     async def start(self) -> None:
-        from launch.page_store import make_store
+        from launch.page_store import make_store, stated
         from launch.parts import Parts
         from launch.pool_access import reach_pool
 
         self._parts = parts = Parts(Role(self._role), self._options)
         await parts.start()
         self._store = make_store(self._options, parts, self._runner.info.spec)
+        seat = stated(self._options, parts.membership, self._store)
         with config_errors("staging memory"):
             access = reach_pool(self._store, self._runner.pool, parts.transfer)
         self._store = access.store
-        self._node = make_node(self._role, self._options, parts, self._runner, access)
+        self._node = make_node(self._role, self._options, parts, self._runner, access, seat)
         await parts.joined(self._node.start())
         logger.info("%s serves over %s", parts.identity.node_id, parts.transfer.transport)
 

@@ -17,7 +17,13 @@ from launch.errors import ConfigError
 from launch.parts import Parts
 from launch.runtime import config_errors
 from launch.seat import StatingSeat
-from transfer.membership import PAGE_STORE_FACT, Membership
+from transfer.membership import (
+    OWN_PAGE_STORE,
+    PAGE_STORE_FACT,
+    PAGE_STORE_LOSSES,
+    PAGE_STORE_LOST,
+    Membership,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +78,20 @@ def make_store(options: NodeOptions, parts: Parts, spec: PageSpec) -> PageStore:
     )
 
 
-def stated(options: NodeOptions, membership: Membership) -> Membership:
-    """Return a seat that states which engine keeps the node's pages, if it is not the cluster's.
+def stated(options: NodeOptions, membership: Membership, store: PageStore) -> Membership:
+    """Return a seat that states which engine keeps the node's pages.
 
     Nodes that keep their pages in different engines then refuse each other, and the gateway knows
-    that pages can move although no store node is there.
+    that pages can move although no store node is there. What the node says with its heartbeats
+    tells whether ``store``, if it is another engine's, answers.
     """
     config = mooncake_config(options)
     if config is None:
-        return membership
-    return StatingSeat(membership, contract={PAGE_STORE_FACT: f"mooncake://{config.master}"})
+        return StatingSeat(membership, contract={PAGE_STORE_FACT: OWN_PAGE_STORE})
+    assert isinstance(store, MooncakeStore), store
+    return StatingSeat(
+        membership,
+        contract={PAGE_STORE_FACT: f"mooncake://{config.master}"},
+        gauges=lambda: {PAGE_STORE_LOST: float(store.is_lost)},
+        counters=lambda: {PAGE_STORE_LOSSES: float(store.counters().get("master_losses", 0))},
+    )

@@ -131,7 +131,7 @@ class SeatAround:
 
 
 class StatingSeat(SeatAround):
-    """A seat that adds facts to what its node says when it joins."""
+    """A seat that adds to what its node says: facts when it joins, numbers with every heartbeat."""
 
     def __init__(
         self,
@@ -139,14 +139,26 @@ class StatingSeat(SeatAround):
         *,
         contract: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
+        gauges: Callable[[], Mapping[str, float]] = dict,
+        counters: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         super().__init__(seat)
+        self._gauges = gauges
+        self._counters = counters
         self._contract = contract or {}
         self._labels = labels or {}
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         contract, labels = {**info.contract, **self._contract}, {**info.labels, **self._labels}
-        await super().join(structs.replace(info, contract=contract, labels=labels), status)
+
+        def counted() -> NodeStatus:
+            own = status()
+            gauges = {**own.gauges, **self._gauges()}
+            return structs.replace(
+                own, gauges=gauges, counters={**own.counters, **self._counters()}
+            )
+
+        await super().join(structs.replace(info, contract=contract, labels=labels), counted)
 
 
 class CountedSeat(SeatAround):

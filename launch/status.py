@@ -25,7 +25,7 @@ from transfer.channel import Hello, Network
 from transfer.errors import HelloRefused, PeerUnreachable, TransferError, Unauthorized
 from transfer.etcd import is_etcd, parse_address
 from transfer.identity import Identity, NodeId, Role, new_identity
-from transfer.membership import Member, MembershipView
+from transfer.membership import PAGE_STORE_LOST, Member, MembershipView
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +58,9 @@ def show(
         console.print(shown)
     else:
         print(plain(view))
+    engine = engine_text(view)
+    if engine:
+        print("\n" + engine)
     stores = {
         str(member.node_id): summary(member, answers[member.node_id])
         for member in view.members
@@ -200,6 +203,21 @@ def plain(view: MembershipView) -> str:
     """
     rows = [_row(member) for member in view.members]
     return f"{_contract_line(view)}\n{columns(HEADINGS, rows)}"
+
+
+def engine_text(view: MembershipView) -> str:
+    """Where nodes keep pages, if not in the cluster's stores, and who gets no answer there."""
+    lines = []
+    for engine in sorted({m.info.other_page_store or "" for m in view.members} - {""}):
+        users = [m for m in view.members if m.info.other_page_store == engine]
+        lost = [m.node_id for m in users if m.status.gauges.get(PAGE_STORE_LOST)]
+        lines.append(f"page store: {engine}")
+        if lost:
+            lines.append(
+                f"  it does not answer {', '.join(lost)} ({len(lost)} of {len(users)} nodes): "
+                "prompts are computed, pages neither found nor kept"
+            )
+    return "\n".join(lines)
 
 
 def _row(member: Member) -> tuple[str, ...]:

@@ -26,9 +26,12 @@ logger = logging.getLogger(__name__)
 
 TAKEN_RETRY_S = 0.25  # until a seat that somebody has is asked for again
 
-# Contract fact of prefill and decode nodes: the engine in which they keep pages, if that is not the
-# cluster's own store nodes.
+# Contract fact of prefill, decode and store nodes: the engine in which the cluster keeps pages.
 PAGE_STORE_FACT = "page_store"
+OWN_PAGE_STORE = "kvferry"  # the cluster's own store nodes; meant, too, where nothing is stated
+# What a node on another engine says of it with its heartbeats.
+PAGE_STORE_LOST = "page_store_lost"  # gauge: 1 while the engine does not answer
+PAGE_STORE_LOSSES = "page_store_losses"  # counter: how often it stopped answering
 
 Gauges = Annotated[dict[FactName, float], msgspec.Meta(max_length=4 * MAX_FACTS)]
 
@@ -49,6 +52,12 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     transport: Annotated[str, msgspec.Meta(max_length=64)] = ""
     contract: Facts = {}
     labels: Facts = {}
+
+    @property
+    def other_page_store(self) -> str | None:
+        """Address of the engine in which the node keeps pages; None: the cluster's own stores."""
+        stated = self.contract.get(PAGE_STORE_FACT, OWN_PAGE_STORE)
+        return None if stated == OWN_PAGE_STORE else stated
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +108,7 @@ class MembershipView(msgspec.Struct, frozen=True, kw_only=True):
     def has_store(self) -> bool:
         """Pages can move between members: over a store node, or the engine that members name."""
         return bool(self.with_role(Role.STORE)) or any(
-            PAGE_STORE_FACT in member.info.contract for member in self.members
+            member.info.other_page_store for member in self.members
         )
 
 

@@ -43,6 +43,9 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         retry_s: between attempts to reach a master that does not answer.
         poll_s, poll_max_s: between existence queries for pages that somebody waits for; the pause
             grows from one to the other while nothing comes.
+        overdue_s: a call under way for so long makes the master suspect.
+        ask_s: one that is suspect and does not answer for so long is lost.
+        backoff_s, backoff_max_s: between questions to a lost one; doubled from one to the other.
         join_retry_s: after so long a put asks again whether another writer has given up its page.
         close_s: grace for calls under way at ``close``.
     """
@@ -58,6 +61,10 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     retry_s: float = Field(default=1.0, gt=0)
     poll_s: float = Field(default=0.002, gt=0)
     poll_max_s: float = Field(default=0.05, gt=0)
+    overdue_s: float = Field(default=0.5, gt=0)
+    ask_s: float = Field(default=1.0, gt=0)
+    backoff_s: float = Field(default=0.25, gt=0)
+    backoff_max_s: float = Field(default=5.0, gt=0)
     join_retry_s: float = Field(default=0.25, gt=0)
     close_s: float = Field(default=5.0, ge=0)
 

@@ -1,7 +1,8 @@
 """The seat of this process in a Mooncake cluster: made in the background, kept by the library.
 
 Owns the attempts to reach the master and everything that reading and writing share. Once set up,
-the library reconnects by itself; until then there is no store: nothing is found, nothing is kept.
+the library reconnects by itself. Until then, and while the master is lost (``watch.py``), there is
+no store: nothing is found, nothing is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kvstore.mooncake.appearances import Appearances
 from kvstore.mooncake.binding import Library, NativeStore
 from kvstore.mooncake.calls import done_by, within
 from kvstore.mooncake.config import READ_SLABS, WRITE_SLABS, MooncakeConfig
-from kvstore.mooncake.slabs import ObjectLayout, SlabPool
+from kvstore.mooncake.slabs import ObjectLayout, Slab, SlabPool
+from kvstore.mooncake.watch import MasterWatch
 from kvstore.page import PageKey, PageSpec
 from transfer.blocking_calls import BlockingCalls
 from transfer.interface import deadline_after, remaining_s
@@ -43,14 +45,21 @@ class Connection:
         self.writes = BlockingCalls("mooncake-write", WRITE_SLABS)
         self.questions = BlockingCalls("mooncake-ask", 2)
         self.copies = BlockingCalls("mooncake-copy", 2)
+        self._probes = BlockingCalls("mooncake-probe", 1)
+        self.watch = MasterWatch(config, self.counters, self._master_answers)
         self.appearances = Appearances(
             self.are_there, poll_s=config.poll_s, poll_max_s=config.poll_max_s
         )
         self.writing: dict[PageKey, asyncio.Future[None]] = {}
-        self.native: NativeStore | None = None
+        self._native: NativeStore | None = None
         self.connected = asyncio.Event()
         self._jobs: dict[asyncio.Task[None], None] = {}
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    @property
+    def native(self) -> NativeStore | None:
+        """The library's client; None while calls of it would lead nowhere."""
+        return None if self.watch.is_lost else self._native
 
     def name_of(self, key: PageKey) -> str:
         """The key of a page's object in Mooncake."""
@@ -62,8 +71,8 @@ class Connection:
         if native is None:
             return nothing
         deadline_s = deadline_after(PROBE_TIMEOUT_S) if deadline_s is None else deadline_s
-        call = self.questions.start(native.batch_is_exist, list(names))
-        if not await done_by(call, deadline_s):
+        call = self.watch.follow(self.questions.start(native.batch_is_exist, list(names)))
+        if not await self.watch.done_by(call, deadline_s):
             self.counters["late_calls"] += 1
             return nothing
         codes = call.result()
@@ -74,7 +83,11 @@ class Connection:
         """Remove damaged objects, in the background."""
         if self.native is not None:
             self.counters["pages_removed"] += len(names)
-            self.questions.start(self.native.batch_remove, names, True)
+            self.watch.follow(self.questions.start(self.native.batch_remove, names, True))
+
+    async def slab_of(self, pool: SlabPool, deadline_s: float) -> Slab | None:
+        """Take one of ``pool``; None when there was none until the deadline or a loss."""
+        return await self.watch.within(pool.take(deadline_s), deadline_s)
 
     def spawn(self, job: asyncio.Task[None]) -> asyncio.Task[None]:
         """Own ``job``: it may outlive the call that started it, not this connection."""
@@ -85,41 +98,50 @@ class Connection:
     # ---- coming and going
 
     async def _connect(self) -> None:
-        is_first = True
         while True:
             reason = await self._attempt()
             if reason is None:
+                self.watch.find()
                 self.connected.set()
                 return
-            if is_first:
-                logger.warning(
-                    "mooncake://%s: %s: pages are neither found nor kept until it answers",
-                    self.config.master,
-                    reason,
-                )
-            is_first = False
+            self.watch.lose(reason)
             await asyncio.sleep(self.config.retry_s)
 
     async def _attempt(self) -> str | None:
         """Try once; return what went wrong."""
+        if not await self._port_is_open():
+            return "no master there"
+        native = self.library.new_store()
+        code = await self.questions.start(self._set_up, native)
+        if code != 0:
+            return f"the master accepts no client (code {code})"
+        self._native = native
+        return None
+
+    async def _port_is_open(self) -> bool:
+        """Somebody listens where the master should be."""
         host, _, port = self.config.master.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except (OSError, TimeoutError):
-            return "no master there"
+            return False
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        native = self.library.new_store()
-        code = await self.questions.start(self._set_up, native)
-        if code != 0:
-            return f"the master accepts no client (code {code})"
-        self.native = native
-        return None
+        return True
+
+    async def _master_answers(self) -> bool:
+        """Ask for a page that nobody has, on a thread that no other call can hold up."""
+        native = self._native
+        if native is None or not await self._port_is_open():
+            return False
+        codes = await self._probes.start(native.batch_is_exist, [f"{self.config.prefix}/probe"])
+        return len(codes) == 1 and codes[0] >= 0
 
     def still(self, native: NativeStore) -> bool:
-        """True when calls of ``native`` may be followed by others; False once this is closing."""
+        """True when calls of ``native`` may be followed by others; not once this is closing, nor
+        while the master is lost."""
         return self.native is native
 
     def _set_up(self, native: NativeStore) -> int:
@@ -140,13 +162,14 @@ class Connection:
         What Mooncake does not end in that time is left to its threads, which end with the process;
         the master forgets this client by itself then.
         """
-        native, self.native = self.native, None
+        native, self._native = self._native, None
         self._connecting.cancel()
         await asyncio.wait({self._connecting})
+        await self.watch.close()
         await self.appearances.close()
         deadline_s = deadline_after(self.config.close_s)
         await self._end_jobs()
-        kinds = (self.reads, self.writes, self.copies, self.questions)
+        kinds = (self.reads, self.writes, self.copies, self.questions, self._probes)
         idle = [await calls.idle(max(0.0, remaining_s(deadline_s))) for calls in kinds]
         if native is not None and not (all(idle) and await self._has_left(native)):
             logger.warning("calls of Mooncake hang: they are left behind, its master not told")

@@ -20,7 +20,7 @@ from kvstore.mooncake.binding import (
     RPC_FAILED,
     NativeStore,
 )
-from kvstore.mooncake.calls import done_by, finished, when_done
+from kvstore.mooncake.calls import finished, when_done
 from kvstore.mooncake.connection import Connection
 from kvstore.mooncake.slabs import Slab
 from kvstore.page import PageSpec
@@ -65,7 +65,8 @@ class PageReading:
             todo = []
             if wait and waiting:
                 names = [self._names[i] for i in waiting]
-                found = await self._c.appearances.any_of(names, deadline_s=self._deadline_s)
+                coming = self._c.appearances.any_of(names, deadline_s=self._deadline_s)
+                found = await self._c.watch.within(coming, self._deadline_s) or set()
                 todo = [i for i in waiting if self._names[i] in found]
                 waiting = [i for i in waiting if self._names[i] not in found]
         for i in todo + waiting:
@@ -106,18 +107,18 @@ class PageReading:
 
     async def _batch(self, native: NativeStore, indexes: list[int]) -> list[int]:
         """Read one slab full; return the pages that are not there, or not in time."""
-        slab = await self._c.read_slabs.take(self._deadline_s)
+        slab = await self._c.slab_of(self._c.read_slabs, self._deadline_s)
         if slab is None:
             return indexes
         if not self._c.still(native):
             self._c.read_slabs.give_back(slab)
             return indexes
         started_s = asyncio.get_running_loop().time()
-        call = self._c.reads.start(
-            read_objects, native, slab, [self._names[i] for i in indexes], self._c
-        )
+        names = [self._names[i] for i in indexes]
+        call = self._c.reads.start(read_objects, native, slab, names, self._c)
+        self._c.watch.follow(call)
         try:
-            if not await done_by(call, self._deadline_s):
+            if not await self._c.watch.done_by(call, self._deadline_s):
                 self._c.counters["late_calls"] += 1
                 return indexes
             if not self._c.still(native):

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from kvstore.mooncake.binding import Library
-from kvstore.mooncake.calls import done_by, within
 from kvstore.mooncake.config import MATCHES_MAX, PROBE_KEYS_MAX, MooncakeConfig
 from kvstore.mooncake.connection import Connection
 from kvstore.mooncake.reading import PageReading
@@ -52,7 +51,9 @@ class MooncakeStore:
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
         states = [PageState.ABSENT] * len(keys)
-        if not keys or await within(self._matches.acquire(), deadline_s) is None:
+        if not keys or (
+            await self._connection.watch.within(self._matches.acquire(), deadline_s) is None
+        ):
             return states
         try:
             for start in range(0, len(keys), PROBE_KEYS_MAX):
@@ -111,8 +112,9 @@ class MooncakeStore:
         if native is None:
             raise TimeoutError(f"{self._connection.config.master}: no Mooncake master answers")
         pattern = f"^{self._connection.config.prefix}/.*"
-        call = self._connection.questions.start(native.remove_by_regex, pattern, True)
-        if not await done_by(call, deadline_s) or call.result() < 0:
+        watch = self._connection.watch
+        call = watch.follow(self._connection.questions.start(native.remove_by_regex, pattern, True))
+        if not await watch.done_by(call, deadline_s) or call.result() < 0:
             raise TimeoutError(f"{self._connection.config.master}: the pages may still be there")
         return call.result()
 
@@ -120,6 +122,11 @@ class MooncakeStore:
     def num_calls_under_way(self) -> int:
         """Reads and writes that Mooncake has not ended, those included that nobody waits for."""
         return len(self._connection.reads) + len(self._connection.writes)
+
+    @property
+    def is_lost(self) -> bool:
+        """The master does not answer: nothing is found or kept until it does."""
+        return self._connection.watch.is_lost
 
     def counters(self) -> dict[str, int]:
         """What this client has moved and what broke, by name."""

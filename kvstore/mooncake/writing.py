@@ -27,7 +27,7 @@ from kvstore.mooncake.binding import (
     NOT_READY,
     NativeStore,
 )
-from kvstore.mooncake.calls import done_by, finished
+from kvstore.mooncake.calls import finished
 from kvstore.mooncake.connection import Connection
 from kvstore.mooncake.reading import read_headers, settle_when_done
 from kvstore.mooncake.slabs import Slab
@@ -74,7 +74,7 @@ class WriteJob:
                 self._c.writing.pop(page.identity.key).set_result(None)
 
     async def _run(self, native: NativeStore, slab: Slab) -> None:
-        codes = await self._c.writes.start(self._reserve, native)
+        codes = await self._c.watch.follow(self._c.writes.start(self._reserve, native))
         mine = [i for i, code in zip(self._pages, codes, strict=True) if code == 0]
         for i, code in zip(self._pages, codes, strict=True):
             if code == EXISTS:
@@ -94,7 +94,8 @@ class WriteJob:
         except BaseException:
             self._c.writes.start(native.batch_put_session_revoke, names)
             raise
-        written = await self._c.writes.start(self._transfer, native, slab, names)
+        sending = self._c.writes.start(self._transfer, native, slab, names)
+        written = await self._c.watch.follow(sending)
         for i, ok in zip(mine, written, strict=True):
             self.outcomes[i] = PutOutcome.STORED if ok else PutOutcome.FAILED
 
@@ -191,7 +192,7 @@ class PageWriting:
         writers = [self._c.writing.get(self._pages[i].identity.key) for i in joined]
         for writer in writers:
             if writer is not None:
-                await done_by(writer, self._deadline_s)
+                await self._c.watch.done_by(writer, self._deadline_s)
         return again + joined
 
     def _split(self, todo: list[int]) -> tuple[list[int], list[int]]:
@@ -208,7 +209,7 @@ class PageWriting:
 
     async def _batch(self, native: NativeStore, indexes: list[int]) -> list[int]:
         """Write one slab full; return what another writer took."""
-        slab = await self._c.write_slabs.take(self._deadline_s)
+        slab = await self._c.slab_of(self._c.write_slabs, self._deadline_s)
         if slab is None:
             return []
         if not self._c.still(native):
@@ -226,7 +227,7 @@ class PageWriting:
         job = WriteJob(self._c, pages, self._source, self._config)
         task = self._c.spawn(loop.create_task(job.run(native, slab)))
         try:
-            if not await done_by(task, self._deadline_s):
+            if not await self._c.watch.done_by(task, self._deadline_s):
                 self._c.counters["late_calls"] += 1
                 return []
         finally:
@@ -242,7 +243,7 @@ class PageWriting:
         if not taken:
             return []
         names = [self._c.name_of(self._pages[i].identity.key) for i in taken]
-        slab = await self._c.read_slabs.take(self._deadline_s)
+        slab = await self._c.slab_of(self._c.read_slabs, self._deadline_s)
         if slab is None:
             return []
         if not self._c.still(native):
@@ -250,8 +251,9 @@ class PageWriting:
             return []
         started_s = asyncio.get_running_loop().time()
         call = self._c.reads.start(read_headers, native, slab, names, self._c)
+        self._c.watch.follow(call)
         try:
-            if not await done_by(call, self._deadline_s):
+            if not await self._c.watch.done_by(call, self._deadline_s):
                 self._c.counters["late_calls"] += 1
                 return []
             codes = call.result()

@@ -33,7 +33,13 @@ from kvstore.server.tiering import Tiering
 from transfer.channel import Hello, Listener, Network, Service
 from transfer.identity import Identity
 from transfer.interface import Region, Transfer
-from transfer.membership import Membership, NodeInfo, NodeStatus
+from transfer.membership import (
+    OWN_PAGE_STORE,
+    PAGE_STORE_FACT,
+    Membership,
+    NodeInfo,
+    NodeStatus,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +47,7 @@ SEED_NBYTES = 16  # unknown to clients
 
 
 class StoreNode:
-    """One store node. Stores state no contract: a segment serves pages of any spec.
+    """One store node. States nothing about the model: a segment serves pages of any spec.
 
     ``wall_clock`` gives the time that KV events carry. ``tier`` is where pages go that
     memory has no room for; opened by the caller, closed with the node.
@@ -174,7 +180,10 @@ class StoreNode:
             identity=self.identity,
             address=self.address,
             transport=self._transfer.transport,
-            contract={REPLICAS_FACT: str(self.config.replicas)},
+            contract={
+                REPLICAS_FACT: str(self.config.replicas),
+                PAGE_STORE_FACT: OWN_PAGE_STORE,
+            },
             labels={
                 "pid": str(os.getpid()),
                 "segment_nbytes": str(self.config.segment_nbytes),

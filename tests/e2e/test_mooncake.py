@@ -18,10 +18,12 @@ from tests.e2e.client import complete, tokens_of
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.reference import expected, prompt_of
 from tests.kvstore.mooncake import cluster as mooncake
+from tests.until import until
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.shared_processes]
 
 PAGE = 16
+WITHIN_S = 60.0
 DELAYS = ["--fake-token-delay", "0.0005"]  # restoring a page is cheaper than computing it
 
 
@@ -71,6 +73,36 @@ def test_a_new_prefill_node_hits_what_the_dead_one_put_into_mooncake(cluster: Cl
     again = complete(cluster.url, prompt, 8)
     assert tokens_of(again) == tokens_of(first)
     assert again["kvferry"]["computed_tokens"] <= PAGE
+
+
+def test_a_master_that_is_killed_is_said_to_be_lost_and_its_return_brings_the_pages_back(
+    tmp_path: Path,
+) -> None:
+    mooncake.require_library()
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "nodes").mkdir()
+    with mooncake.running(tmp_path / "engine") as engine:
+        store = ["--store", engine.url]
+        options = {"prefill": [*DELAYS, *store], "decode": store}
+        with running(tmp_path / "nodes", store=0, options=options) as cluster:
+            log = cluster.proc_of("prefill").log
+            prompt = prompt_of(200, seed=5)
+            assert tokens_of(complete(cluster.url, prompt, 4)) == expected(prompt, 4)
+            engine.kill("master")
+            for seed in range(6, 12):
+                prompt = prompt_of(200, seed=seed)
+                assert tokens_of(complete(cluster.url, prompt, 4)) == expected(prompt, 4)
+            assert "answers no more" in log.read_text()
+            engine.start_master()
+            engine.kill("owner")
+            engine.start_owner()
+            until(lambda: "answers again" in log.read_text(), cluster.logs, WITHIN_S)
+
+            def crosses() -> bool:
+                answer = complete(cluster.url, prompt_of(200, seed=20), 4)
+                return bool(answer["kvferry"]["pages_pulled"])
+
+            until(crosses, cluster.logs, WITHIN_S)
 
 
 async def test_one_command_runs_a_cluster_on_a_mooncake_that_is_there(

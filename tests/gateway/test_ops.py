@@ -15,6 +15,7 @@ from tests.gateway.fakes import FakeCluster
 from tests.gateway.http import CHAT, COMPLETIONS, door
 from transfer.counters import TransferCounters
 from transfer.identity import Role
+from transfer.membership import PAGE_STORE_LOSSES, PAGE_STORE_LOST
 
 
 async def test_health_is_about_this_process_only() -> None:
@@ -120,6 +121,19 @@ async def test_transfers_of_every_node_are_exported_and_go_with_it() -> None:
         assert 'kvferry_transfer_operations_total{node="d0"' not in text  # it says nothing
         d.cluster.remove("p0")
         assert "kvferry_transfer_operations_total{" not in (await d.client.get("/metrics")).text
+
+
+async def test_an_engine_that_does_not_answer_a_node_is_exported() -> None:
+    async with door() as d:
+        node = d.cluster.p()
+        node.counters = {PAGE_STORE_LOSSES: 3.0}
+        d.cluster.show()
+        assert "kvferry_page_store_lost{" not in (await d.client.get("/metrics")).text
+        node.gauges = {**node.gauges, PAGE_STORE_LOST: 1.0}
+        d.cluster.show()
+        text = (await d.client.get("/metrics")).text
+        assert 'kvferry_page_store_lost{node="p0",role="prefill"} 1.0' in text
+        assert 'kvferry_page_store_losses_total{node="p0",role="prefill"} 3.0' in text
 
 
 async def test_models_list_and_card() -> None:

@@ -10,12 +10,18 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstore.config import StoreConfig
+from kvstore.mooncake import MooncakeStore
+from kvstore.server.node import StoreNode
+from kvstore.store import PageStore
 from launch.cluster import plan
 from launch.config import NodeOptions, UpOptions
 from launch.errors import ConfigError
 from launch.main import main
 from launch.page_store import check_store, mooncake_config, stated
 from launch.up import check
+from tests.kvstore.fakes import FakeNetwork, FakeTransfer, World
+from transfer.errors import HelloRefused
 from transfer.identity import Role, new_identity
 from transfer.membership import (
     Member,
@@ -23,6 +29,7 @@ from transfer.membership import (
     NodeInfo,
     NodeStatus,
     ViewCallback,
+    check_contract,
 )
 
 ADDRESS = "mooncake://10.0.0.7:50051?segment=1GiB"
@@ -37,9 +44,11 @@ class Seat:
 
     def __init__(self) -> None:
         self.joined: list[NodeInfo] = []
+        self.said: Callable[[], NodeStatus] = NodeStatus
 
     async def join(self, info: NodeInfo, status: Callable[[], NodeStatus]) -> None:
         self.joined.append(info)
+        self.said = status
 
     def subscribe(self, callback: ViewCallback) -> None:
         callback(self.view)
@@ -53,9 +62,8 @@ def info_of(role: Role, contract: dict[str, str]) -> NodeInfo:
 
 
 def test_without_the_option_pages_are_in_the_clusters_own_nodes() -> None:
-    options, seat = NodeOptions.of(), Seat()
+    options = NodeOptions.of()
     assert mooncake_config(options) is None
-    assert stated(options, seat) is seat
     check_store(options.store)
 
 
@@ -117,11 +125,83 @@ def test_up_on_an_engine_refuses_what_is_said_about_stores(
         check(up(**told))
 
 
-async def test_a_node_states_the_engine_that_keeps_its_pages() -> None:
+class Engine(MooncakeStore):
+    """One whose master went away twice, without a client."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def is_lost(self) -> bool:
+        return True
+
+    def counters(self) -> dict[str, int]:
+        return {"master_losses": 2}
+
+
+OWN, OTHER = NodeOptions.of(), NodeOptions.of(store=ADDRESS)
+
+
+async def joined(options: NodeOptions, role: Role, store: PageStore) -> Seat:
     seat = Seat()
-    info = info_of(Role.DECODE, {"model": "m"})
-    await stated(NodeOptions.of(store=ADDRESS), seat).join(info, NodeStatus)
-    assert seat.joined[0].contract == {"model": "m", "page_store": "mooncake://10.0.0.7:50051"}
+    info = info_of(role, {"model": "m"})
+    await stated(options, seat, store).join(info, lambda: NodeStatus(gauges={"num_pages": 1.0}))
+    return seat
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize(
+    ("options", "named"), [(OWN, "kvferry"), (OTHER, "mooncake://10.0.0.7:50051")]
+)
+async def test_a_node_states_the_engine_that_keeps_its_pages(
+    role: Role, options: NodeOptions, named: str
+) -> None:
+    seat = await joined(options, role, Engine())
+    assert seat.joined[0].contract == {"model": "m", "page_store": named}
+
+
+async def test_heartbeats_tell_whether_the_engine_answers() -> None:
+    seat = await joined(OTHER, Role.DECODE, Engine())
+    assert seat.said().gauges == {"num_pages": 1.0, "page_store_lost": 1.0}
+    assert seat.said().counters == {"page_store_losses": 2.0}
+    seat = await joined(OWN, Role.DECODE, Engine())
+    assert seat.said().gauges == {"num_pages": 1.0}
+
+
+@pytest.mark.parametrize("first", [OWN, OTHER])
+async def test_nodes_on_different_engines_refuse_each_other_with_both_sides(
+    first: NodeOptions,
+) -> None:
+    second = OTHER if first is OWN else OWN
+    [live] = (await joined(first, Role.DECODE, Engine())).joined
+    [new] = (await joined(second, Role.PREFILL, Engine())).joined
+    check_contract(live, live)
+    with pytest.raises(HelloRefused) as refused:
+        check_contract(new, live)
+    for info in (live, new):
+        assert f"page_store={info.contract['page_store']}" in str(refused.value)
+
+
+async def test_a_store_node_refuses_and_is_refused_by_nodes_on_another_engine() -> None:
+    seat, world = Seat(), World()
+    transfer = FakeTransfer(world)
+    await transfer.start()
+    node = StoreNode(
+        StoreConfig(segment_nbytes=1 << 20),
+        identity=new_identity(Role.STORE),
+        network=FakeNetwork(world),
+        transfer=transfer,
+        membership=seat,
+    )
+    await node.start()
+    [store] = seat.joined
+    await node.close()
+    await transfer.close()
+    [own] = (await joined(OWN, Role.DECODE, Engine())).joined
+    [other] = (await joined(OTHER, Role.DECODE, Engine())).joined
+    check_contract(own, store)
+    for new, live in ((other, store), (store, other)):
+        with pytest.raises(HelloRefused, match=r"page_store=.* against .*page_store="):
+            check_contract(new, live)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +209,7 @@ async def test_a_node_states_the_engine_that_keeps_its_pages() -> None:
     [
         (Role.STORE, {}, True),
         (Role.PREFILL, {}, False),
+        (Role.PREFILL, {"page_store": "kvferry"}, False),
         (Role.PREFILL, {"page_store": "mooncake://10.0.0.7:50051"}, True),
     ],
 )

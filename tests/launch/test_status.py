@@ -16,10 +16,17 @@ from launch.http_client import post_json
 from launch.inproc import InProcessCluster
 from launch.main import main
 from launch.parts import make_network
-from launch.status import fetch, plain
+from launch.status import engine_text, fetch, plain, show
 from transfer.channel import Hello, Service
 from transfer.identity import Role, new_identity
-from transfer.membership import Member, MembershipView, NodeInfo, NodeStatus
+from transfer.membership import (
+    PAGE_STORE_FACT,
+    PAGE_STORE_LOST,
+    Member,
+    MembershipView,
+    NodeInfo,
+    NodeStatus,
+)
 from transfer.registry import Registry, RegistryService
 
 TIMEOUT_S = 60.0
@@ -38,6 +45,34 @@ def test_cached_pages_are_neither_free_nor_held() -> None:
         assert pages_shown(role, **gauges) == "96 free, 20 cached, 11 held of 127"
     assert pages_shown(Role.STORE, **gauges) == "127 stored"
     assert pages_shown(Role.GATEWAY) == ""
+
+
+def on_engine(name: str, lost: float, engine: str = "mooncake://10.0.0.7:50051") -> Member:
+    identity = new_identity(Role.DECODE, name)
+    contract = {PAGE_STORE_FACT: engine}
+    info = NodeInfo(identity=identity, address="tcp://127.0.0.1:1", contract=contract)
+    return Member(info=info, status=NodeStatus(gauges={PAGE_STORE_LOST: lost}))
+
+
+def test_the_engine_that_keeps_the_pages_is_named_with_those_whom_it_does_not_answer() -> None:
+    well = MembershipView(members=(on_engine("d1", 0.0), on_engine("d2", 0.0)))
+    assert engine_text(well) == "page store: mooncake://10.0.0.7:50051"
+    ill = MembershipView(members=(on_engine("d1", 0.0), on_engine("d2", 1.0)))
+    first, second = engine_text(ill).splitlines()
+    assert first == "page store: mooncake://10.0.0.7:50051"
+    assert "does not answer d2 (1 of 2 nodes)" in second
+    assert engine_text(MembershipView(members=(on_engine("d1", 0.0, "kvferry"),))) == ""
+
+
+def test_status_prints_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def asked(*_: object) -> tuple[MembershipView, dict[str, object]]:
+        return MembershipView(members=(on_engine("d1", 0.0),)), {}
+
+    monkeypatch.setattr("launch.status.fetch_all", asked)
+    show(None, as_json=False, timeout_s=TIMEOUT_S)
+    assert "\npage store: mooncake://10.0.0.7:50051\n" in capsys.readouterr().out
 
 
 @pytest.fixture

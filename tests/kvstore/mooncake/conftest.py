@@ -19,6 +19,7 @@ from transfer.interface import deadline_after
 
 OpenStore = Callable[[], Awaitable[MooncakeStore]]
 _NUMBERS = itertools.count()
+PATIENT_S = 20.0  # a busy machine is no loss of the master
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,8 @@ def raw(mooncake: MooncakeCluster) -> Iterator[RawClient]:
 @pytest.fixture
 async def open_store(mooncake: MooncakeCluster, clients: KeptClients) -> AsyncIterator[OpenStore]:
     """Makes connected clients whose keys no other test sees."""
-    config = MooncakeConfig(master=mooncake.master, prefix=f"test-{next(_NUMBERS)}")
+    prefix = f"test-{next(_NUMBERS)}"
+    config = MooncakeConfig(master=mooncake.master, prefix=prefix, ask_s=PATIENT_S)
     stores: list[MooncakeStore] = []
 
     async def open_one() -> MooncakeStore:

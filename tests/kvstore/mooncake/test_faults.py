@@ -14,6 +14,7 @@ from kvstore.mooncake import MooncakeConfig, MooncakeStore
 from kvstore.page import PageSpec
 from kvstore.store import GetOutcome, PageState, PutOutcome
 from tests.kvstore.mooncake.cluster import MooncakeCluster, require_library, running
+from tests.kvstore.mooncake.conftest import PATIENT_S
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
 from transfer.engine import TransferEngine
 from transfer.interface import Region, deadline_after
@@ -39,7 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluste
 
 def config(cluster: MooncakeCluster) -> MooncakeConfig:
     """For a store whose keys no other test sees."""
-    return MooncakeConfig(master=cluster.master, prefix=f"faults-{next(_NUMBERS)}")
+    prefix = f"faults-{next(_NUMBERS)}"
+    return MooncakeConfig(master=cluster.master, prefix=prefix, ask_s=PATIENT_S)
 
 
 @pytest.fixture
@@ -166,6 +168,27 @@ async def test_a_master_that_died_and_came_back_is_used_again(
     cluster.start_master()  # its memory of objects is gone
     await until_stored(store, transfer, range(8))
     await until_read(store, transfer, range(8))
+
+
+async def test_a_master_that_was_killed_costs_requests_neither_deadline_nor_seconds(
+    cluster: MooncakeCluster, transfer: TransferEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    quick = {"overdue_s": 0.05, "backoff_s": 0.05}
+    store = MooncakeStore(config(cluster).model_copy(update=quick), spec=SPEC)
+    assert await store.connected(deadline_s=deadline_after(20))
+    await until_stored(store, transfer, range(8))
+    keys = [page.key for page in sequence(range(8))]
+    cluster.kill("master")
+    async with asyncio.timeout(SOON_S):
+        while not store.is_lost:
+            matched = await store.match(keys, deadline_s=deadline_after(60))
+            assert matched == [PageState.ABSENT] * 2
+            assert set(await put(store, transfer, range(50, 58), 60)) == {PutOutcome.FAILED}
+    assert "answers no more" in caplog.text
+    cluster.start_master()
+    await until_stored(store, transfer, range(8))
+    assert "answers again" in caplog.text
+    await store.close()
 
 
 async def test_a_client_that_starts_before_the_master_waits_for_it(
