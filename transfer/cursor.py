@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from transfer.errors import TransferError
 
 MAX_BUFFERS = 256  # well below IOV_MAX (1024)
-MIN_FILE_NBYTES = 32 * 1024  # less is copied in the time that sending by reference takes to set up
+MIN_FILE_NBYTES = 128 * 1024  # 256 runs of 64 KiB were 1.5 times as fast copied, in vectored sends
 
 
 class FileRun(NamedTuple):
