@@ -18,7 +18,6 @@ from transfer.errors import DeadlineExceeded, TransferError
 from transfer.gate import Gate
 from transfer.interface import Range
 from transfer.ranges import split, total_nbytes
-from transfer.region import HostRegion
 from transfer.tcp_codec import Op, RequestBody, control_frame, pack_spans
 from transfer.tcp_reader import Sink
 from transfer.tcp_writer import Source
@@ -52,11 +51,10 @@ class Request:
         return control_frame(Op.READ if move.right == "r" else Op.WRITE, request_id, body)
 
     def cursor(self) -> Cursor:
+        """The local bytes. They are copied, not lent: a cancelled write leaves nothing of what its
+        memory is used for next on the way to the peer."""
         spans = [(r.local_offset, r.nbytes) for r in self.ranges]
-        move = self.operation.move
-        region = move.region
-        file = region.file if move.right == "w" and isinstance(region, HostRegion) else None
-        return Cursor(region.view, spans, file)
+        return Cursor(self.operation.move.region.view, spans)
 
 
 Watch = Callable[["TcpOperation"], Coroutine[Any, Any, None]]
