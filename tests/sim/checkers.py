@@ -27,7 +27,7 @@ from contextlib import contextmanager
 
 from tests.sim.loop import CURRENT_LIFE, SimLoop
 
-CHECK_EVERY = 80  # deliveries between two checks of one node's own books
+CHECK_EVERY = 40  # deliveries between two checks of one node's own books
 LATE_S = 0.5  # how much later than its deadline a call may end: it waits for its own clean-up
 
 

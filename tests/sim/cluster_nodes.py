@@ -34,7 +34,7 @@ REGISTRY_BIND = "tcp://gateway:7000"
 PAGE_SIZE = 16
 CHUNK = 40  # not a multiple of the page size: chunks end inside of pages
 NUM_PAGES = 48
-CHECK_EVERY = 50  # deliveries
+CHECK_EVERY = 25  # deliveries
 SEGMENT_NBYTES = 96 * FakeRunner(num_pages=2, page_size=PAGE_SIZE).pool.spec.page_nbytes
 
 
