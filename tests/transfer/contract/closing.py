@@ -107,6 +107,7 @@ async def test_every_operation_under_way_ends_exactly_once(world: World, how: st
     hold = world.hold(pair.user, held.remote, passes=0)
     tasks = [held.start() for _ in range(5)]
     await hold.reached()
+    await world.asked(pair.user)
     await end(pair.owner, how)
     hold.release()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)

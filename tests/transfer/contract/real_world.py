@@ -54,6 +54,11 @@ class RealWorld:
             return hold_copies(user, lambda c: c.remote.nbytes == nbytes, passes, inside=inside)
         return hold_at_gate(region, passes)
 
+    async def asked(self, user: TransferEngine) -> None:
+        threads = [user._io, None if user._ucx is None else user._ucx._io]
+        for io in filter(None, threads):
+            await io.run(asyncio.sleep(0))  # its turn comes after everything given to it before
+
     def disrupt(self, user: TransferEngine, token: bytes) -> None:
         for transport in user._transports.values():
             transport.disrupt(decode_token(token).endpoint)

@@ -6,6 +6,7 @@ and on errors that nobody awaited.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from tests.sim.faults import FaultPlan
@@ -50,6 +51,9 @@ class SimWorld:
         hold = Hold(passes)
         self._cluster.bulk.holds[region] = hold
         return hold
+
+    async def asked(self, user: SimTransfer) -> None:
+        await asyncio.sleep(0)  # an operation begins with its task
 
     def disrupt(self, user: SimTransfer, token: bytes) -> None:
         user.disrupt(decode_token(token).endpoint)

@@ -111,6 +111,10 @@ class World(Protocol):
         """
         ...
 
+    async def asked(self, user: Engine) -> None:
+        """Return once all that ``user`` has begun was put on the connections to its peers."""
+        ...
+
     def disrupt(self, user: Engine, token: bytes) -> None:
         """Break the connections from ``user`` to the owner of ``token``, as a network would."""
         ...
