@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transfer.device_copier import DeviceCopiers, Refusal
 from transfer.device_memory import DeviceMemory, PinnedMemory, Run
@@ -104,17 +104,19 @@ class DeviceStages:
         runs = [Run(r.local_offset, r.remote_offset, r.nbytes) for r in staged.ranges]
         await call(staged.region, pinned, runs, staged.refusal)
 
-    async def carry(self, move: Move, transport: Transport) -> None:
+    def carry(self, move: Move, transport: Transport) -> Coroutine[Any, Any, None]:
         """Perform an operation by ``transport``, through slots if it cannot reach the region."""
-        if not isinstance(move.region, DeviceRegion):
-            await transport.move(move)
-            return
+        if isinstance(move.region, DeviceRegion):
+            return self._carry_device(move, move.region, transport)
+        return transport.move(move)
+
+    async def _carry_device(self, move: Move, region: DeviceRegion, transport: Transport) -> None:
         if transport.name in DEVICE_TRANSPORTS:
-            await self._pass_fence(move.region.memory, move.deadline_s)
+            await self._pass_fence(region.memory, move.deadline_s)
             await transport.move(move)
             return
         staged = Staged(
-            move.region,
+            region,
             move.ranges,
             into_device=move.right == "r",
             peer=move.token.endpoint.incarnation,

@@ -300,8 +300,7 @@ class TransferEngine:
         priority: Priority,
     ) -> None:
         try:
-            move = self._check(right, decode_token(token), ranges, region, deadline_s)
-            move = move._replace(priority=priority)
+            move = self._check(right, decode_token(token), ranges, region, deadline_s, priority)
             if move.ranges:
                 with self._limit.admit(move.token.endpoint.incarnation):
                     await self._router.move(move, self._endpoint, self._transports)
@@ -321,6 +320,7 @@ class TransferEngine:
         ranges: Sequence[Range],
         region: Region,
         deadline_s: float,
+        priority: Priority,
     ) -> Move:
         """Return the operation with merged ranges, or raise what is wrong with it."""
         self._check_not_closed()
@@ -341,7 +341,7 @@ class TransferEngine:
         )
         if merged and not remaining_s(deadline_s) > 0:  # NaN is no deadline either
             raise DeadlineExceeded("the deadline had passed before the operation began")
-        return Move(right, token, merged, region, deadline_s)
+        return Move(right, token, merged, region, deadline_s, priority)
 
     def _check_not_closed(self) -> None:
         if self._state is _State.CLOSED:

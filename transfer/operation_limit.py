@@ -6,9 +6,6 @@ queued: memory stays bounded whatever the load, and the caller learns that the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from transfer.errors import PeerUnreachable
 
 
@@ -24,9 +21,8 @@ class OperationLimit:
         """Peers with at least one operation under way."""
         return len(self._under_way)
 
-    @contextmanager
-    def admit(self, incarnation: str) -> Iterator[None]:
-        """Count one operation for as long as the body runs.
+    def admit(self, incarnation: str) -> Admission:
+        """Count one operation for as long as the body of the ``with`` runs.
 
         Raises:
             PeerUnreachable: as many as allowed are under way with this peer already.
@@ -38,11 +34,24 @@ class OperationLimit:
                 "max_operations_per_peer allows; wait for some to end"
             )
         self._under_way[incarnation] = count + 1
-        try:
-            yield
-        finally:
-            left = self._under_way[incarnation] - 1
-            if left:
-                self._under_way[incarnation] = left
-            else:
-                del self._under_way[incarnation]
+        return Admission(self._under_way, incarnation)
+
+
+class Admission:
+    """One operation that was counted. A class: ``contextmanager`` takes three times as long."""
+
+    __slots__ = ("_incarnation", "_under_way")
+
+    def __init__(self, under_way: dict[str, int], incarnation: str) -> None:
+        self._under_way = under_way
+        self._incarnation = incarnation
+
+    def __enter__(self) -> None:
+        """It was counted when it was made."""
+
+    def __exit__(self, *_: object) -> None:
+        left = self._under_way[self._incarnation] - 1
+        if left:
+            self._under_way[self._incarnation] = left
+        else:
+            del self._under_way[self._incarnation]

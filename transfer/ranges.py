@@ -30,6 +30,8 @@ def plan(
     for r in checked:
         _check_bounds(r, local_nbytes, remote_nbytes)
     checked = [r for r in checked if r.nbytes]
+    if len(checked) < 2:
+        return checked
     if destination == "local":
         _check_disjoint(sorted((r.local_offset, r.nbytes) for r in checked), destination)
     else:
@@ -54,7 +56,7 @@ def merge(ranges: Sequence[Range]) -> list[Range]:
 
 
 def total_nbytes(ranges: Sequence[Range]) -> int:
-    return sum(r.nbytes for r in ranges)
+    return sum([r.nbytes for r in ranges])
 
 
 def split(ranges: Sequence[Range], *, max_ranges: int, max_nbytes: int) -> Iterator[list[Range]]:

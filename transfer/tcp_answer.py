@@ -73,7 +73,15 @@ class AnswerWatch:
         if operation is not self._operation:
             return
         try:
-            await self._look(operation)
+            lasts = self._vigil.look_from(self._clock())
+            while self._io.try_now(self._look_once, operation) and not operation.finished:
+                if not lasts or operation.is_late:
+                    return
+                os.sched_yield()  # to whoever waits for this core, perhaps the peer
+                await asyncio.sleep(0)
+                lasts = self._goes_on()
+            if lasts and operation.finished:
+                self._vigil.paid()
         finally:
             self._operation = None
             self._give_back()
@@ -88,17 +96,6 @@ class AnswerWatch:
     def _end_now(self, link: Link) -> bool:
         self.end(link)
         return True
-
-    async def _look(self, operation: TcpOperation) -> None:
-        lasts = self._vigil.look_from(self._clock())
-        while self._io.try_now(self._look_once, operation) and not operation.finished:
-            if not lasts or operation.is_late:
-                return
-            os.sched_yield()  # to whoever waits for this core, perhaps the peer
-            await asyncio.sleep(0)
-            lasts = self._goes_on()
-        if lasts and operation.finished:
-            self._vigil.paid()
 
     def _goes_on(self) -> bool:
         """Whether to look again: bytes that come are a reason, and took their time."""

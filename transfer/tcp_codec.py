@@ -145,7 +145,9 @@ def control_frame(
 
 def done_frame(request_id: int, error: TransferError | None) -> bytes:
     """Return the answer to a request: success, or why not."""
-    reason = str(error or "").encode()[:MAX_TEXT_NBYTES]
+    if error is None:
+        return encode_header(Op.DONE, request_id)
+    reason = str(error).encode()[:MAX_TEXT_NBYTES]
     return control_frame(Op.DONE, request_id, reason, status_of(error))
 
 

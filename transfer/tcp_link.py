@@ -247,8 +247,8 @@ class Link:
         self._pumping = True
         try:
             budget = TURN_NBYTES
-            while budget > 0 and not self.closed and (count := self._writer.pump(self._transmit)):
-                budget -= count
+            while budget > 0 and not (self.closed or self._writer.idle):
+                budget -= self._writer.pump(self._transmit)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:

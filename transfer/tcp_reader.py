@@ -170,13 +170,16 @@ class FrameReader:
         if header.op is Op.DATA:
             self._begin_data(header)
             return
-        count = min(header.body_nbytes, self._end - body_at)
+        if header.body_nbytes <= self._end - body_at:
+            self._start += header.body_nbytes
+            self._handler.on_frame(header, bytes(self._ahead[body_at : self._start]))
+            return
+        count = self._end - body_at
         self._header = header
         self._body = memoryview(bytearray(header.body_nbytes))
         self._body[:count] = self._ahead[body_at : body_at + count]
         self._body_filled = count
         self._start += count
-        self._end_control_frame(header)
 
     def _begin_data(self, header: Header) -> None:
         sink = self._handler.sink_for(header)

@@ -129,7 +129,7 @@ class ServedLink:
 
     def _on_request(self, header: Header, body: RequestBody) -> None:
         request_id = header.request_id
-        if any(request_id in known for known in (self._sources, self._sinks, self._lent)):
+        if request_id in self._sources or request_id in self._sinks or request_id in self._lent:
             raise FrameInvalid(f"request id {request_id} is in use")
         if len(self._sinks) >= MAX_SERVED_WRITES:
             raise FrameInvalid(f"more than {MAX_SERVED_WRITES} writes at once")

@@ -79,7 +79,8 @@ class FrameWriter:
         self._send_file = send_file
         self.control_nbytes = 0  # of queued control frames
         self._control: deque[bytes] = deque()
-        self._queues: dict[Priority, deque[Source]] = {p: deque() for p in Priority}
+        self._urgent: deque[Source] = deque()
+        self._background: deque[Source] = deque()
         self._share = BackgroundShare()
         self._parked: dict[Source, None] = {}  # ordered set
         self._head = memoryview(b"")  # header or control bytes that must go out first
@@ -89,7 +90,8 @@ class FrameWriter:
     @property
     def idle(self) -> bool:
         """True if nothing can be sent now. Parked sources count as nothing."""
-        return not (self._head or self._current or self._control or any(self._queues.values()))
+        at_work = self._head or self._current or self._control
+        return not (at_work or self._urgent or self._background)
 
     def put(self, frame: bytes) -> None:
         """Queue a whole control frame."""
@@ -99,9 +101,12 @@ class FrameWriter:
     def add(self, source: Source) -> None:
         """Queue payload, behind the control frames that were put before."""
         if source.ready:
-            self._queues[source.priority].append(source)
+            self._queue_of(source.priority).append(source)
         else:
             self._parked[source] = None
+
+    def _queue_of(self, priority: Priority) -> deque[Source]:
+        return self._urgent if priority is Priority.NOW else self._background
 
     def unpark(self, source: Source) -> None:
         """Queue a source that has woken; does nothing for one that was not parked."""
@@ -112,8 +117,7 @@ class FrameWriter:
     def drop_all(self) -> None:
         """Void every source; only the frame that is on its way will be completed."""
         current = (self._current,) if self._current else ()
-        queued = [source for queue in self._queues.values() for source in queue]
-        for source in (*current, *queued, *self._parked):
+        for source in (*current, *self._urgent, *self._background, *self._parked):
             source.dropped = True
         for source in list(self._parked):
             self.unpark(source)
@@ -154,7 +158,7 @@ class FrameWriter:
 
     def _next_source(self) -> Source | None:
         """Take the source whose turn it is out of its queue."""
-        urgent, background = self._queues[Priority.NOW], self._queues[Priority.BACKGROUND]
+        urgent, background = self._urgent, self._background
         if background and (not urgent or self._share.is_due(self._frame_nbytes(background[0]))):
             return background.popleft()
         return urgent.popleft() if urgent else None
@@ -167,7 +171,7 @@ class FrameWriter:
         self._frame_left = self._frame_nbytes(source)
         self._head = memoryview(encode_header(Op.DATA, source.request_id, self._frame_left))
         other = Priority.NOW if source.priority is Priority.BACKGROUND else Priority.BACKGROUND
-        both_wait = bool(self._queues[other])
+        both_wait = bool(self._queue_of(other))
         self._share.started(source.priority, self._frame_left, both_wait=both_wait)
 
     def _send_payload(self, source: Source, send: Send) -> int:

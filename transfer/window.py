@@ -68,6 +68,9 @@ class _Queue(Generic[R]):
     def __len__(self) -> int:
         return len(self.jobs) + (self._head is not None)
 
+    def __bool__(self) -> bool:
+        return bool(self.jobs) or self._head is not None
+
     def peek(self) -> R | None:
         while self._head is None and self.jobs:
             job, _ = self.jobs.popitem(last=False)
@@ -158,6 +161,8 @@ class RequestWindow(Generic[R]):
 
     def next(self) -> R | None:
         """Return the request to send now; None if there is no room or nothing to send."""
+        if not (self._now or self._background):
+            return None
         priority = self._choose(self._now.peek(), self._background.peek())
         if priority is None:
             return None

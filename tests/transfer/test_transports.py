@@ -137,7 +137,7 @@ def test_operations_are_admitted_up_to_the_limit_of_each_peer_and_again_when_som
     limit = OperationLimit(2)
     with limit.admit("a"), limit.admit("b"):
         with limit.admit("a"), pytest.raises(PeerUnreachable, match="2 operations"):
-            limit.admit("a").__enter__()
+            limit.admit("a")
         with limit.admit("a"), limit.admit("b"):
             pass
     assert not limit.num_peers
