@@ -1,6 +1,7 @@
 """Fixtures of all tests: nothing may be left behind.
 
-Every test fails that leaves a task, a thread that is not a daemon, or a child process.
+Every test fails that leaves a task, a thread that is not a daemon, a child process, or an error
+that nobody awaited.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -44,6 +46,31 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     _check_threads(threads)
     if request.node.get_closest_marker("shared_processes") is None:
         _check_children(children)
+
+
+class _Unawaited(logging.Handler):
+    """What event loops say of callbacks that raised and futures that nobody asked."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(self.format(record))
+
+
+@pytest.fixture(autouse=True)
+def no_error_unawaited(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail when an event loop has reported an error, unless the test is marked ``loop_errors``."""
+    handler = _Unawaited()
+    asyncio_logger = logging.getLogger("asyncio")
+    asyncio_logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        asyncio_logger.removeHandler(handler)
+    if request.node.get_closest_marker("loop_errors") is None:
+        assert not handler.said, f"an event loop has reported errors: {handler.said}"
 
 
 def _check_threads(before: set[threading.Thread]) -> None:

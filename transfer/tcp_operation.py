@@ -127,6 +127,12 @@ class TcpOperation:
             self._future.result()
         finally:
             self.gate.close()
+            self._end_future()
+
+    def _end_future(self) -> None:
+        """Whoever was cancelled does not ask how it ended."""
+        if not (self._future.cancel() or self._future.cancelled()):
+            self._future.exception()
 
     async def _wait(self) -> None:
         timer = self._loop.call_at(self.move.deadline_s, self._expire)

@@ -12,6 +12,7 @@ import importlib.machinery
 import itertools
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +24,7 @@ EAGER_NBYTES = 8192
 Callback = Callable[[object, "UCXError | None"], None]
 _WORKERS: dict[bytes, UCXWorker] = {}
 _NUMBERS = itertools.count(1)
+_ARRIVED = threading.Lock()  # a worker is cut off on the thread of another
 
 
 class UCXError(Exception):
@@ -124,14 +126,15 @@ class UCXWorker:
         return count
 
     def _match(self) -> None:
-        for message in list(self.arrived):
-            for entry in self.expected:
-                tag, array, nbytes, request = entry
-                if tag == message.tag:
-                    self.arrived.remove(message)
-                    self.expected.remove(entry)
-                    self._deliver(message, array, nbytes, request)
-                    break
+        with _ARRIVED:
+            for message in list(self.arrived):
+                for entry in self.expected:
+                    tag, array, nbytes, request = entry
+                    if tag == message.tag:
+                        self.arrived.remove(message)
+                        self.expected.remove(entry)
+                        self._deliver(message, array, nbytes, request)
+                        break
 
     def _deliver(self, message: Message, array: Array, nbytes: int, request: Request) -> None:
         error = None
@@ -152,10 +155,11 @@ class UCXWorker:
 
     def cut(self, from_worker: UCXWorker) -> None:
         """The connection to ``from_worker`` is gone: what it wants to send fails."""
-        for message in list(self.arrived):
-            if message.sender is from_worker and message.request is not None:
-                self.arrived.remove(message)
-                from_worker.finished.append((message.request, UCXConnectionReset("reset")))
+        with _ARRIVED:
+            for message in list(self.arrived):
+                if message.sender is from_worker and message.request is not None:
+                    self.arrived.remove(message)
+                    from_worker.finished.append((message.request, UCXConnectionReset("reset")))
 
 
 class UCXEndpoint:

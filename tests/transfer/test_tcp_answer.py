@@ -227,6 +227,20 @@ async def test_a_connection_that_breaks_ends_the_watch_and_the_next_read_connect
     assert scene.local.view == scene.source.view
 
 
+async def test_a_read_that_is_cancelled_as_its_connection_breaks_leaves_no_error_behind(
+    scene: Scene,
+) -> None:
+    """Nobody asks any more how it ended: the event loop has nothing to report (``conftest``)."""
+    assert scene.reader._tcp is not None
+    with held(scene.owner):
+        task = await scene.begun()
+        scene.reader._tcp.disrupt(decode_token(scene.token).endpoint)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await scene.read()
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_an_engine_that_ends_while_it_watches_ends_the_read(scene: Scene, how: str) -> None:
     with held(scene.owner):
