@@ -6,7 +6,6 @@ gateway does for its requests; clearing is the gateway's, asked over HTTP. Impor
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from gateway.cluster import ModelFacts, model_facts
 from launch.config import DEFAULT_JOIN, JoinOptions
 from launch.errors import ConfigError, NothingHeld, StartError
 from launch.http_client import post_json
+from launch.runtime import run_command
 from launch.status import fetch, only_the_error_line
 from transfer.identity import Role
 from transfer.membership import MembershipView
@@ -29,7 +29,7 @@ def find(join: str | None, secret_file: str | None, timeout_s: float) -> Members
     """
     options = JoinOptions.of(join=join or DEFAULT_JOIN, secret_file=secret_file)
     with only_the_error_line():
-        return asyncio.run(fetch(options, timeout_s))
+        return run_command(fetch(options, timeout_s))
 
 
 def namespace_hex(

@@ -22,6 +22,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -115,6 +116,42 @@ def setup_logging(level: str) -> None:
     logging.captureWarnings(True)
     for noisy in ("urllib3", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def run_command(work: Coroutine[Any, Any, T]) -> T:
+    """Run what a command does to its end, and return what that is.
+
+    Ctrl-C ends it by a callback of the loop: the handler that ``asyncio`` installs cancels in the
+    middle of whatever runs, also between a future's check and its result. A second one ends a
+    command that does not come back to its loop.
+
+    Raises:
+        KeyboardInterrupt: SIGINT came first; ``work`` has been cancelled and has ended.
+    """
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_interruptible(work))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    if threading.current_thread() is not threading.main_thread():
+        return await work  # signals go elsewhere
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        return await work
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def run_role(role: Role, *, drain_timeout_s: float) -> None:

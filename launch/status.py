@@ -19,6 +19,7 @@ from kvstore.messages import ReadStats, StoreStats
 from launch.config import DEFAULT_JOIN, JoinOptions
 from launch.errors import ConfigError, StartError
 from launch.parts import make_network, read_secret
+from launch.runtime import run_command
 from launch.seat import OutsideSeat, outside_seat
 from launch.store_view import Answer, columns, store_text, summary
 from transfer.channel import Hello, Network
@@ -46,7 +47,7 @@ def show(
     """
     options = JoinOptions.of(join=join or DEFAULT_JOIN, secret_file=secret_file)
     with only_the_error_line():
-        view, answers = asyncio.run(fetch_all(options, timeout_s))
+        view, answers = run_command(fetch_all(options, timeout_s))
     if as_json:
         members = [describe(member, answers.get(member.node_id)) for member in view.members]
         print(json.dumps(members, indent=2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import threading
@@ -59,18 +60,34 @@ class _Unawaited(logging.Handler):
         self.said.append(self.format(record))
 
 
-@pytest.fixture(autouse=True)
-def no_error_unawaited(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail when an event loop has reported an error, unless the test is marked ``loop_errors``."""
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What event loops report while the body runs."""
     handler = _Unawaited()
     asyncio_logger = logging.getLogger("asyncio")
     asyncio_logger.addHandler(handler)
     try:
-        yield
+        yield handler.said
     finally:
         asyncio_logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def no_error_unawaited(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail when an event loop has reported an error, unless the test is marked ``loop_errors``."""
+    with _heard() as said:
+        yield
     if request.node.get_closest_marker("loop_errors") is None:
-        assert not handler.said, f"an event loop has reported errors: {handler.said}"
+        assert not said, f"an event loop has reported errors: {said}"
+
+
+@pytest.fixture(autouse=True, scope="package")
+def no_error_in_cycles() -> Iterator[None]:
+    """The same for what reference cycles kept alive: whose it was, the message may tell."""
+    yield
+    with _heard() as said:
+        gc.collect()
+    assert not said, f"an event loop has reported errors of some test of this package: {said}"
 
 
 def _check_threads(before: set[threading.Thread]) -> None:

@@ -8,7 +8,6 @@ Runs on the event loop that nodes run on, with their settings: what is measured 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -25,7 +24,7 @@ from launch.doctor.table import Report, progress, show
 from launch.doctor.verdict import check
 from launch.errors import ConfigError
 from launch.parts import SECRET_VARIABLE, make_network, read_secret
-from launch.runtime import run_role, setup_logging
+from launch.runtime import run_command, run_role, setup_logging
 from transfer.config import is_local_host
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def run(options: DoctorOptions) -> None:
         return
     _check_peer(options, secret)
     cases = choose_cases(options.pages, options.batch, full=options.full)
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        findings = runner.run(_report(options, secret, cases))
+    findings = run_command(_report(options, secret, cases))
     check(findings, options.require, options.min_ratio)
 
 
