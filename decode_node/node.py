@@ -188,10 +188,13 @@ class DecodeNode:
         if self._listener is not None:
             await self._listener.close()
         self._events.close()
-        self._region.revoke()
+        await asyncio.to_thread(self._region.revoke)  # may wait for a peer
 
     def abort(self) -> None:
-        """Stop at once, as a crash would; idempotent. A step in the engine's thread runs out."""
+        """Stop at once, as a crash would; idempotent. A step in the engine's thread runs out.
+
+        Peers are not waited for if ``transfer`` was aborted before.
+        """
         self._closed = self._draining = True
         self._loop.abort()
         self._fetcher.abort()

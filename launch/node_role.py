@@ -138,10 +138,10 @@ class NodeRole:
             await self._parts.close()
 
     def abort(self) -> None:
+        if self._parts is not None:
+            self._parts.abort()  # first: an engine that has ended waits for no peer
         if self._node is not None:
             self._node.abort()
-        if self._parts is not None:
-            self._parts.abort()
 
 
 class NodeGroup:

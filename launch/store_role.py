@@ -85,9 +85,9 @@ class StoreRole:
         await self._parts.close()
 
     def abort(self) -> None:
+        self._parts.abort()  # first: an engine that has ended waits for no peer
         if self._node is not None:
             self._node.abort()
-        self._parts.abort()
 
 
 def run(options: StoreOptions) -> None:

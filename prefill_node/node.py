@@ -109,10 +109,13 @@ class PrefillNode:
             await self._listener.close()
         await self._loop.close()
         self._loop.events.close()
-        self._region.revoke()
+        await asyncio.to_thread(self._region.revoke)  # may wait for a peer
 
     def abort(self) -> None:
-        """Stop at once, as a crash would; idempotent. A step in the engine thread runs out."""
+        """Stop at once, as a crash would; idempotent. A step in the engine thread runs out.
+
+        Peers are not waited for if ``transfer`` was aborted before.
+        """
         self._draining = True
         self._loop.abort()
         self._loop.events.close()

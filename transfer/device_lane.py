@@ -15,9 +15,12 @@ and a cancelled caller waits for two at most.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from transfer.device_memory import DeviceEvent
 from transfer.errors import DeviceFailed, PeerClosed, TransferError
@@ -123,6 +126,7 @@ class DeviceLane:
         return self._thread is None or self._thread.is_alive()
 
     def _run(self) -> None:
+        _run_anywhere()
         try:
             self._work()
         finally:  # there is something left only if a bug ended the thread
@@ -185,6 +189,13 @@ class DeviceLane:
             job.ended(PeerClosed("this transfer engine was closed"))
         if wait and self._thread is not None:
             self._thread.join()
+
+
+def _run_anywhere() -> None:
+    """Take the cores of the process: whoever started this thread may be kept off one for now."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # threads may not be moved here
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
 
 
 def _hand_over(

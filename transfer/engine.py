@@ -240,7 +240,8 @@ class TransferEngine:
         return self._regions.register(buffer)
 
     def allocate(self, nbytes: int) -> HostRegion:
-        """Return zeroed, page-aligned memory; peers on this host map it when shm is in use."""
+        """Return zeroed, page-aligned memory; for shm (mapped by peers) and tcp (sent without a
+        copy) in a memfd, which takes one descriptor until the last region in it is revoked."""
         self._check_not_closed()
         return self._regions.allocate(nbytes, shared=self._wants_files)
 
@@ -366,7 +367,10 @@ class TransferEngine:
             self._stop()
 
     def abort(self) -> None:
-        """Stop at once; peers see a broken connection. Idempotent."""
+        """Stop at once; peers see a broken connection. Idempotent.
+
+        Views of regions keep their bytes; nothing is copied for that (``shm_memory``).
+        """
         if self._state is _State.RUNNING:
             for transport in (self._loopback, self._shm):
                 if transport is not None:

@@ -8,7 +8,7 @@ the peer's word that it has them, and memory that a peer may still look at is le
 
 ::
 
-    take ──give_back: the peer has the bytes, or has failed the read, or is gone──▶ over
+    take ──give_back: the peer has emptied its socket, or is gone with it──▶ over
       └────lose: the connection ended on our side, the peer may still find them──▶ for good
 """
 
@@ -31,7 +31,7 @@ class Loans:
 
     @property
     def num_out(self) -> int:
-        """Answers whose bytes a peer may still find in its socket, and will tell of."""
+        """Answers, whole or cut short, whose bytes a peer may still find, and will tell of."""
         return self._num_out
 
     def take(self) -> None:
@@ -88,7 +88,7 @@ class LentFile:
         return self._is_out
 
     def give_back(self) -> None:
-        """The peer has them, has failed, or is gone. Idempotent."""
+        """None of them is in the peer's socket any more, or that is gone. Idempotent."""
         if self._is_out:
             self._is_out = False
             self._loans.give_back()

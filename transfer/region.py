@@ -106,7 +106,9 @@ class RegisteredRegion(ABC):
 
         Blocks its thread for at most one piece, and until peers of tcp have said what they have
         taken; for ``shm_control.REVOKE_PATIENCE_S`` when a peer was stopped in the middle of a
-        piece, and for ``loans.LOAN_PATIENCE_S`` when one does not say so. Thread-safe: a loop that
+        piece, then for a copy of the memory; for ``loans.LOAN_PATIENCE_S`` when one does not say
+        so. Of memory that was left behind, each page is copied when it is next stored into; what
+        was copied takes twice its room, until nobody holds a view of it. Thread-safe: a loop that
         cannot wait asks a thread.
         """
         self._table.revoke(self)
@@ -274,18 +276,19 @@ class RegionTable:
         """Part with memory that peers may look at, once none of them does any more."""
         region_id = region.region_id
         is_empty = self._control is None or self._control.wait_until_empty(region_id)
-        is_empty = region.loans.wait_until_returned() and is_empty
-        if not is_empty:
-            self._leave_behind(allocation)
+        is_taken = region.loans.wait_until_returned()
+        if not (is_empty and is_taken):
+            self._leave_behind(allocation, writable=not is_empty)
         with self._lock:
             allocation.release()
             self._allocations = [a for a in self._allocations if a.in_use]
 
-    def _leave_behind(self, allocation: Allocation) -> None:
-        """A peer that was stopped inside may go on at any time: leave the file to it.
+    def _leave_behind(self, allocation: Allocation, *, writable: bool) -> None:
+        """A peer may look at the file at any time, or ``writable`` go on storing: leave it to it.
 
         Only the exchange of the mapping is under the lock, not the copy of up to a gigabyte: peers
-        are served from the I/O loop meanwhile.
+        are served from the I/O loop meanwhile. That copy keeps out what a peer of shm stores, and
+        is made for nothing else; what is in the socket of a peer of tcp, nobody stores into.
         """
         with self._lock:
             parted = allocation.can_leave_behind
@@ -294,7 +297,7 @@ class RegionTable:
                     if isinstance(region, HostRegion) and region.allocation is allocation:
                         self._control.move_away(region.region_id)
             parted = parted and allocation.leave_behind()
-        if parted and allocation.keep_bytes():
+        if parted and (not writable or allocation.keep_bytes()):
             _LOG.warning("a peer may still look at revoked memory: it was left behind for it")
         else:
             _LOG.error(

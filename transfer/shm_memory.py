@@ -5,13 +5,16 @@ name in any file system: the kernel frees everything when the last process that 
 however it ends.
 
 Memory can be *left behind* for a peer that was stopped while it copied (SIGSTOP, a debugger) and
-may go on at any time::
+may go on at any time, or that has not taken what was sent to it by reference::
 
     shared:  owner ──▶ file ◀── peer          left behind:  owner ──▶ private copy
                                                             file ◀── peer, alone
 
 The owner's addresses stay the same and no store of its threads is lost: the kernel copies each page
-when it is next written. What the peer writes when it wakes up is seen by nobody.
+when it is next written. Until then the page is the file's, and keeps its bytes unless a peer stores
+into it. Where one might, all are copied at once (``keep_bytes``): what that peer writes when it
+wakes up is seen by nobody. A peer of tcp may find pages in its socket and stores nothing: for it no
+page is copied. A page that was copied takes twice its room for as long as anybody holds a view.
 """
 
 from __future__ import annotations
@@ -120,8 +123,9 @@ class Allocation:
         return self.nbytes <= MAX_LEFT_BEHIND_NBYTES
 
     def leave_behind(self) -> bool:
-        """Give up the file to the peers that map it, but keep the addresses; ``keep_bytes`` next.
+        """Give up the file to the peers that look at it, but keep the addresses and the bytes.
 
+        Call ``keep_bytes`` next if one may store into it. Takes 0.2 s for a gigabyte.
         Returns False where the kernel refuses. Memory that a driver pinned (a GPU's, a network
         card's) stays what the driver sees: register it anew. Does nothing to private memory.
         """
@@ -134,7 +138,7 @@ class Allocation:
         return True
 
     def keep_bytes(self) -> bool:
-        """Copy every page that is still the file's, after ``leave_behind``.
+        """Copy every page that is still the file's, after ``leave_behind``: seconds for a gigabyte.
 
         Returns False where the kernel refuses: it is too old, or out of memory.
         """

@@ -59,6 +59,7 @@ class TcpTransport:
         self._peers: dict[tuple[str, str], TcpPeer] = {}  # touched on the I/O loop, or lent, only
 
     async def start(self) -> None:
+        self._io.call(self._watch.open)
         self._io.call(self._server.serve, self._sock)
 
     async def move(self, move: Move) -> None:
@@ -132,5 +133,6 @@ class TcpTransport:
         """Close every socket at once. On the I/O loop."""
         self._server.abort(error)
         self._sock.close()
+        self._watch.close()
         for peer in self._peers.values():
             peer.abort(error)

@@ -8,9 +8,12 @@ Knows no frames, and nothing of how the read was sent.
 ::
 
     read sent ──begin──▶ watched ──answered, SPIN_S over, others send──▶ the I/O thread's again
+                            └── not looked for LOOK_LIMIT_S: the application is busy ──▶ the same
 
-Invariant: whatever ends a watch unmutes the connection; what has arrived meanwhile then wakes the
-I/O thread (``epoll`` is level-triggered).
+Invariants: whatever ends a watch unmutes the connection; what has arrived meanwhile then wakes the
+I/O thread (``epoll`` is level-triggered). An answer that the owner may have lent, and whose end it
+waits for when it revokes, is watched for under an alarm only: however long the application computes
+without coming back to its loop, the I/O thread takes it from ``LOOK_LIMIT_S`` on.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from contextlib import suppress
 from transfer.errors import PeerClosed
 from transfer.io_thread import IoThread
 from transfer.tcp_client import ClientLink
+from transfer.tcp_codec import COPIED_NBYTES
 from transfer.tcp_link import Link
 from transfer.tcp_operation import SMALL_NBYTES, TcpOperation
+from transfer.tcp_timer import KernelTimer
 from transfer.vigil import OFTEN_S, Vigil
 
 MOVED_PER_S = 0.5e9  # bytes that an answer takes its time for
+LOOK_LIMIT_S = 0.002  # after the last look at what may be lent
 
 
 class AnswerWatch:
@@ -44,6 +50,19 @@ class AnswerWatch:
         self._progressed = False  # bytes came at the last look
         self._operation: TcpOperation | None = None
         self._link: Link | None = None
+        self._looked_s = 0.0
+        self._alarm: KernelTimer | None = None  # set at most once in LOOK_LIMIT_S
+
+    def open(self) -> None:
+        """Watch for answers that may be lent as well, where there is an alarm. On the I/O loop."""
+        with suppress(OSError):
+            self._alarm = KernelTimer(self._io.loop, self._on_alarm)
+
+    def close(self) -> None:
+        """On the I/O loop."""
+        if self._alarm is not None:
+            self._alarm.close()
+            self._alarm = None
 
     def begin(self, operation: TcpOperation, client: ClientLink) -> None:
         """Watch for the answer to ``operation``, if it is expected soon. On the lent I/O loop."""
@@ -53,9 +72,15 @@ class AnswerWatch:
         soon_s = OFTEN_S + operation.nbytes / MOVED_PER_S
         if client.answer_s > soon_s or not link.listens:  # a peer that is far, or busy
             return
-        if self._vigil.begin(self._clock()):
+        may_be_lent = operation.nbytes > COPIED_NBYTES
+        if may_be_lent and self._alarm is None:
+            return
+        self._looked_s = self._clock()
+        if self._vigil.begin(self._looked_s):
             self._operation, self._link = operation, link
             self._io.mute(link.fileno())
+            if may_be_lent and self._alarm is not None:
+                self._alarm.set(LOOK_LIMIT_S)
 
     def end(self, link: Link) -> None:
         """The I/O thread listens to ``link`` itself again. On the I/O loop, or lent; idempotent."""
@@ -63,6 +88,16 @@ class AnswerWatch:
             self._link = None
             if not link.closed:
                 self._io.unmute(link.fileno())
+
+    def _on_alarm(self) -> None:
+        link = self._link
+        if link is None or self._alarm is None:
+            return
+        left_s = self._looked_s + LOOK_LIMIT_S - self._clock()
+        if left_s > 0:
+            self._alarm.set(left_s)
+        else:
+            self.end(link)
 
     async def wait(self, operation: TcpOperation) -> None:
         """Return when ``operation`` is over or its watch is, which may be at once.
@@ -99,7 +134,7 @@ class AnswerWatch:
 
     def _goes_on(self) -> bool:
         """Whether to look again: bytes that come are a reason, and took their time."""
-        now_s = self._clock()
+        now_s = self._looked_s = self._clock()
         if self._progressed:
             self._vigil.begin(now_s)
             return True

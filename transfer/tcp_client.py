@@ -172,7 +172,7 @@ class ClientLink:
         if error is not None and request.source is not None and request.source.cursor.remaining:
             self._stop_source(header.request_id, request.source)
         self._owner.on_answered(request, error)
-        if request.sink is not None and error is None and request.nbytes > COPIED_NBYTES:
+        if request.sink is not None and request.nbytes > COPIED_NBYTES:  # failed or not
             self.link.send(control_frame(Op.TAKEN, header.request_id))
 
     def _stop_source(self, request_id: int, source: Source) -> None:

@@ -21,12 +21,13 @@ Requests travel from the side that connected ("client") to the side that accepte
     DATA ... DATA                         ─▶
                                           ◀─ DONE         (every byte is in the region)
     CANCEL                                ─▶              (READ: answered with DONE)
-    TAKEN                                 ─▶              (READ of many bytes: they are here)
+    TAKEN                                 ─▶              (READ of many bytes: the socket is empty)
     GOODBYE                               ◀─▶             (either side: closing in order)
 
 DATA frames of different requests interleave; those of one request are in order. A server may send
 bytes by reference: until TAKEN, what the client finds in its socket is the server's memory itself
-(``loans``). Nobody waits for TAKEN but who revokes that memory.
+(``loans``). So TAKEN follows DONE however the READ ended: what was sent of it came before DONE.
+Nobody waits for TAKEN but who revokes that memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from transfer.error_codes import MAX_TEXT_NBYTES, status_of
 from transfer.errors import FrameInvalid, TransferError
 from transfer.interface import Priority
 
-TCP_PROTOCOL_VERSION = 3  # 2: requests carry their priority; 3: TAKEN
+TCP_PROTOCOL_VERSION = 4  # 2: requests carry their priority; 3: TAKEN; 4: also of what failed
 MAGIC = b"KVF1"
 HEADER = struct.Struct("<4sBxHQQ")
 HEADER_NBYTES = HEADER.size

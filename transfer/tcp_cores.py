@@ -11,7 +11,9 @@ on one core while another is idle. Knows no frames.
         ▲                                                └───────── KEPT_S ─────────────┤
         └───────────────────────────────────────────────────────────────────────────────┘
 
-Invariants: the thread never gets a core that it did not have before; with one core nothing happens.
+Invariants: the thread never gets a core that it did not have before, nor one that somebody else has
+taken from it meanwhile; with one core nothing happens. A thread that it starts inherits where it
+runs now, and has to help itself (``device_lane``).
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class ReceiverCore:
             self._timer = self._loop.call_later(KEPT_S, self._end)
 
     def _keep_off(self, core: int) -> None:
-        if self._avoided is None:
-            self._usual = os.sched_getaffinity(self._thread_id)
+        cores = os.sched_getaffinity(self._thread_id)
+        if self._avoided is None or cores not in (self._usual, self._usual - {self._avoided}):
+            self._usual, self._avoided = cores, None  # somebody has moved it since
         others = self._usual - {core}
         if others and core in self._usual:
             os.sched_setaffinity(self._thread_id, others)

@@ -89,7 +89,7 @@ class Link:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.num_received = 0
         self.peer_said_goodbye = False
-        self.peer_closed = False  # its socket is gone, and what lay in it
+        self.peer_closed = False  # its socket is gone with what lay in it, or it takes no more
         self.finishing = False
         self.closed = False
         self.name = name
@@ -226,9 +226,9 @@ class Link:
             if not self.closed:
                 _LOG.warning("dropping the connection to %s: %s", self.name, error)
             self.close(error)
-        except AssertionError:
+        except Exception:
             self.close(_our_bug())
-            raise  # the loop logs it; left open, the readable socket would spin
+            raise  # the loop logs it; left open, the socket would spin, or the peer wait in vain
 
     def _gone(self, error: OSError | None) -> TransferError:
         """Return what the end of the stream, or an error of the socket, says about the peer."""
@@ -253,7 +253,7 @@ class Link:
             pass
         except OSError as error:
             self.close(self._gone(error))
-        except AssertionError:
+        except Exception:
             self.close(_our_bug())
             raise
         finally:

@@ -97,6 +97,8 @@ class TcpOperation:
         if self.finished:
             return
         self.finished = True
+        if error is not None:
+            self.gate.shut()  # what still arrives is for nobody: it may not be the owner's any more
         try:
             if threading.get_ident() == self._thread:  # the I/O loop is lent to it
                 self._resolve(error)

@@ -160,7 +160,7 @@ class ServedLink:
             source = self._sources.pop(request_id)
             payload.close()
             if lent is not None:
-                self._on_lent(request_id, lent, complete=complete)
+                self._on_lent(request_id, lent)
             if complete:
                 self._server.counters.add(bytes_served=nbytes)
                 if nbytes <= SMALL_NBYTES:
@@ -175,11 +175,10 @@ class ServedLink:
             self._lending[request_id] = lent
         self.link.add(source)
 
-    def _on_lent(self, request_id: int, lent: LentFile, *, complete: bool) -> None:
-        """All that was to be sent by reference is on its way; what ended early has failed."""
+    def _on_lent(self, request_id: int, lent: LentFile) -> None:
+        """No more is sent by reference. What was may lie in the client's socket, also if the read
+        ended early: DONE comes behind it, and TAKEN after DONE."""
         del self._lending[request_id]
-        if not complete:
-            lent.give_back()
         if not lent.is_out:
             return
         self._lent[request_id] = lent
@@ -189,7 +188,7 @@ class ServedLink:
 
     def _on_taken(self, request_id: int) -> None:
         lent = self._lent.pop(request_id, None)
-        if lent is not None:  # else its bytes were copied
+        if lent is not None:  # else its bytes were copied, or it was refused
             lent.give_back()
 
     def _why_ended(self, source: Source) -> TransferError:
@@ -264,10 +263,8 @@ class ServedLink:
         self._server.forget(self)
 
     def _end_loans(self) -> None:
-        """Reads that were not answered in full have failed; of the others, who knows?"""
-        for lent in self._lending.values():
-            lent.give_back()
-        for lent in self._lent.values():
+        """What lay in the client's socket is gone with it; if that is still there, who knows?"""
+        for lent in (*self._lending.values(), *self._lent.values()):
             if self.link.peer_closed:
                 lent.give_back()
             else:
@@ -311,10 +308,11 @@ class TcpServer:
         if isinstance(region, DeviceRegion):
             return self._devices.payload(region, spans, right, link)
         many = sum(nbytes for _, nbytes in spans) > COPIED_NBYTES
-        file = None
-        if right == "r" and many and isinstance(region, HostRegion) and region.file is not None:
-            file = LentFile(region.file, region.loans)
-        return Cursor(region.view, spans, file)
+        lent = None
+        if right == "r" and many and isinstance(region, HostRegion):
+            file = region.file  # once: a revocation on another thread may take it away
+            lent = None if file is None else LentFile(file, region.loans)
+        return Cursor(region.view, spans, lent)
 
     def serve(self, sock: socket.socket) -> None:
         """Accept on a listening, non-blocking socket; takes it over."""

@@ -99,8 +99,8 @@ class StagedStore:
 
     async def close(self) -> None:
         """Withdraw the staging memory, close the inner store. Idempotent."""
-        self.region.revoke()
-        self.staging.region.revoke()
+        await asyncio.to_thread(self.region.revoke)  # may wait for a peer
+        await asyncio.to_thread(self.staging.region.revoke)
         await self.inner.close()
 
     def broke(self, what: str, error: Exception) -> None:

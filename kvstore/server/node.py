@@ -317,7 +317,9 @@ class StoreNode:
         self._draining = True
         await self._membership.leave()
         ticker, listener = self._ticker, self._listener
-        self.abort()
+        self._stop()
+        if self._region is not None:
+            await asyncio.to_thread(self._region.revoke)  # may wait for a peer
         if self._replicator is not None:
             await self._replicator.close()
         if self._tiering is not None:
@@ -330,7 +332,16 @@ class StoreNode:
             await asyncio.gather(ticker, return_exceptions=True)
 
     def abort(self) -> None:
-        """Stop at once: no goodbye, all is refused, the memory is withdrawn. Idempotent."""
+        """Stop at once: no goodbye, all is refused, the memory is withdrawn. Idempotent.
+
+        Peers are not waited for if the transfer engine was aborted before.
+        """
+        self._stop()
+        if self._region is not None:
+            self._region.revoke()
+
+    def _stop(self) -> None:
+        """Refuse all from now on, and begin to end what runs."""
         self._closed = True
         self._events.close()
         if self._handlers is not None:
@@ -341,8 +352,6 @@ class StoreNode:
             self._tiering.abort()
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._region is not None:
-            self._region.revoke()
 
     def check(self) -> None:
         """Assert the invariants of the directory and its segment."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -184,3 +186,28 @@ async def test_closing_without_waiting_tells_everybody_at_once(lane: Lane) -> No
     lane.lane.close(wait=False)
     ends = await asyncio.gather(*lane.tasks, return_exceptions=True)
     assert [type(end) for end in ends] == [PeerClosed, PeerClosed]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads are not kept off cores")
+async def test_a_lane_does_not_stay_on_the_cores_of_who_happened_to_start_it() -> None:
+    """The I/O thread, which is kept off a core for as long as bytes arrive (``tcp_cores``)."""
+    usual = os.sched_getaffinity(os.getpid())
+    if len(usual) < 2:
+        pytest.skip("there is one core")
+    cores: list[set[int]] = []
+    lane = DeviceLane("kvferry-lane-of-a-test")
+
+    def start() -> None:
+        os.sched_setaffinity(0, {min(usual)})
+        asyncio.run(lane.run(lambda: cores.append(os.sched_getaffinity(0))))
+
+    await asyncio.to_thread(run_in_thread, start)
+    lane.close()
+    assert cores == [usual]
+
+
+def run_in_thread(function: Callable[[], None]) -> None:
+    """On one that ends with it: a thread of the pool would stay where it was put."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()

@@ -29,7 +29,7 @@ from transfer.interface import deadline_after
 from transfer.region import HostRegion
 from transfer.tcp_answer import AnswerWatch
 from transfer.tcp_client import ClientLink
-from transfer.tcp_codec import Header
+from transfer.tcp_codec import COPIED_NBYTES, Header
 from transfer.tcp_operation import SMALL_NBYTES
 from transfer.token import decode_token
 from transfer.vigil import GAP_S, SPIN_S, Vigil
@@ -251,6 +251,27 @@ async def test_an_engine_that_ends_while_it_watches_ends_the_read(scene: Scene, 
             scene.reader.abort()
         with pytest.raises(PeerClosed):
             await task
+
+
+async def test_an_application_that_computes_keeps_no_answer_that_is_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner waits for the word that it was taken, when it revokes."""
+    answered = threading.Event()
+    async with a_scene(monkeypatch, 2 * COPIED_NBYTES) as scene:
+        on_done = ClientLink._on_done
+
+        def noted(self: ClientLink, header: Header, body: bytes) -> None:
+            on_done(self, header, body)
+            answered.set()
+
+        monkeypatch.setattr(ClientLink, "_on_done", noted)
+        with held(scene.owner):
+            task = await scene.begun()
+        assert answered.wait(LIMIT_S), "this thread computes, and its loop stands still"
+        await task
+        assert scene.local.view == scene.source.view
+        await asyncio.to_thread(scene.source.revoke)
 
 
 async def test_a_large_read_is_never_watched_for(monkeypatch: pytest.MonkeyPatch) -> None:

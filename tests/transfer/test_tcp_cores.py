@@ -71,6 +71,22 @@ async def test_who_moves_the_thread_meanwhile_has_the_last_word(kernel: Kernel) 
     assert kernel.cores == {0}
 
 
+@pytest.mark.parametrize(("pinned", "left"), [({0}, {0}), ({2}, {2}), ({0, 1}, {0, 1})])
+async def test_a_pinning_is_never_widened_whatever_core_the_sender_moves_to(
+    kernel: Kernel, pinned: set[int], left: set[int]
+) -> None:
+    choice = ReceiverCore(THREAD, asyncio.get_running_loop())
+    with FromCore() as sock:
+        sock.core = 1
+        choice.receiving(sock)
+        kernel.cores = pinned  # taskset, a cpuset
+        for sock.core in (2, 0, 1, 2):
+            choice.receiving(sock)
+            assert kernel.cores <= pinned
+    await until(lambda: choice._timer is None)
+    assert kernel.cores == left
+
+
 async def test_it_never_gets_a_core_that_was_not_its_own_and_keeps_its_last(
     kernel: Kernel,
 ) -> None:

@@ -103,17 +103,38 @@ async def test_a_reset_without_a_whole_goodbye_is_a_loss(pair: Pair, before: byt
     assert isinstance(handler.lost[0], PeerLost)
 
 
-async def test_a_bug_of_ours_while_sending_ends_the_connection_and_is_raised(pair: Pair) -> None:
+@pytest.mark.parametrize("bug", [AssertionError, AttributeError])
+async def test_a_bug_of_ours_while_sending_ends_the_connection_and_is_raised(
+    pair: Pair, bug: type[Exception]
+) -> None:
     """Left open, the writable socket would call into the bug for ever."""
     link, handler = linked(pair[0])
 
     def broken(complete: bool) -> None:
-        raise AssertionError("a bug")
+        raise bug("a bug")
 
-    with pytest.raises(AssertionError, match="a bug"):
+    with pytest.raises(bug, match="a bug"):
         link.add(Source(1, Cursor(memoryview(b"x"), [(0, 1)]), Gate(), broken))
     assert link.closed
     assert isinstance(handler.lost[0], PeerLost)
+
+
+@pytest.mark.parametrize("bug", [AssertionError, AttributeError, ValueError])
+async def test_a_bug_of_ours_of_any_kind_does_not_leave_the_peer_waiting(
+    pair: Pair, bug: type[Exception]
+) -> None:
+    link, handler = linked(pair[0])
+
+    def break_down(link: Link) -> None:
+        raise bug("a bug")
+
+    handler.react = break_down
+    pair[1].sendall(control_frame(Op.CANCEL, 1))
+    with pytest.raises(bug, match="a bug"):
+        link.look()
+    assert link.closed
+    assert isinstance(handler.lost[0], PeerLost)
+    assert pair[1].recv(1) == b"", "the peer hears of it at once"
 
 
 async def test_a_peer_that_asks_and_does_not_read_is_dropped(

@@ -18,7 +18,7 @@ from transfer.cursor import MIN_FILE_NBYTES, Cursor, FileRun
 from transfer.engine import TransferEngine
 from transfer.gate import Gate
 from transfer.loans import Loans
-from transfer.region import HostRegion
+from transfer.region import FilePlace, HostRegion
 from transfer.shm_memory import Allocation, shared_memory_available
 from transfer.tcp_codec import COPIED_NBYTES, Op, control_frame, done_frame
 from transfer.tcp_writer import FrameWriter, Source
@@ -294,11 +294,38 @@ def num_served(engine: TransferEngine) -> int:
     return sum(len(link._sources) for link in engine._tcp._server._links)
 
 
-async def test_a_closed_engine_gives_nobody_what_its_owner_stores_afterwards() -> None:
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_an_engine_that_ends_copies_nothing_and_gives_nobody_what_its_owner_stores_then(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Allocation, "keep_bytes")  # it takes two seconds for a gigabyte
     async with checked_engines("tcp") as engines:
         engine, region = await lender(engines)
         async with RawClient(engine, receive_nbytes=4 * NBYTES) as client:
             await ask(client, region)
-            await engine.close()
+            await engine.close() if how == "close" else engine.abort()
+            assert bytes(region.view) == bytes(pattern(NBYTES)), "its owner may still read it"
             region.view[:] = AGAIN
             assert await receive(client) == bytes(pattern(NBYTES))
+            assert bytes(region.view) == AGAIN
+
+
+async def test_a_file_that_is_left_behind_as_an_answer_begins_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with checked_engines("tcp") as engines:
+        _, region = await lender(engines)
+        reader = await engines.make()
+        into = reader.allocate(NBYTES)
+        file = HostRegion.file.fget
+        assert file is not None
+
+        def last(self: HostRegion) -> FilePlace | None:
+            found: FilePlace | None = file(self)
+            region.allocation.leave_behind()  # as a revocation on another thread does
+            return found
+
+        assert region.allocation is not None
+        monkeypatch.setattr(HostRegion, "file", property(last))
+        await reader.read(region.export("r"), whole(NBYTES), into=into, deadline_s=soon())
+        assert into.view == region.view
