@@ -269,7 +269,7 @@ _LABELLED = {  # families of numbers that differ in their last word
     ("evicted", "evictions"): ("watermark", "demand", "quota", "slab", "unspilled"),
     ("copies", "copies"): (
         *("taken", "present", "writing", "refused", "torn", "broken", "given_up", "overflowed"),
-        *("interrupted", "gone", "unread", "unasked", "cleared"),
+        *("interrupted", "gone", "unread", "unasked", "cleared", "later"),
     ),
     ("ssd_refused", "ssd_refused_pages"): (
         *("format", "busy", "degraded", "budget", "corrupt", "size", "full"),

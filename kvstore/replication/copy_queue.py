@@ -6,8 +6,9 @@ placement. Two classes per target: *fresh* pages, which a writer may be waiting 
 ::
 
     add ──▶ queued ──take──▶ flying ──settle──▶ gone (made or given up)
-              ▲  ▲              │
-              │  └───── retry ──┘ (given up after ``COPY_TRIES_MAX``)
+              ▲  ▲ ▲            │
+              │  │ └─ put_back ─┤ not tried, or there is no room for it yet: it is the next again
+              │  └───── retry ──┤ (given up after ``COPY_TRIES_MAX``)
               ├──────── park ───┤ the target does not answer: nobody waits for it any more
               └─resume─ later ◀─┘ defer: not now; nobody waits for it, and it is still owed
 
@@ -17,9 +18,10 @@ and what it lacks is found by comparing holdings (``kvstore/replication/repair.p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvstore.page import PageKey
 from transfer.identity import NodeId
@@ -46,9 +48,9 @@ class CopyWait:
 
 @dataclass(slots=True, eq=False)
 class _Target:
-    fresh: dict[PageKey, None] = field(default_factory=dict)
-    repair: dict[PageKey, None] = field(default_factory=dict)
-    flying: dict[PageKey, None] = field(default_factory=dict)
+    fresh: OrderedDict[PageKey, None] = field(default_factory=OrderedDict)
+    repair: OrderedDict[PageKey, None] = field(default_factory=OrderedDict)
+    flying: dict[PageKey, bool] = field(default_factory=dict)  # whether it was fresh
     later: dict[PageKey, None] = field(default_factory=dict)
     tries: dict[PageKey, int] = field(default_factory=dict)
     parked: bool = False
@@ -126,9 +128,9 @@ class CopyQueue:
         queues = [state.fresh, state.repair]
         taken: list[PageKey] = []
         for queue in queues if fresh_first else reversed(queues):
-            for key in list(queue)[: num_max - len(taken)]:
+            for key in list(islice(queue, num_max - len(taken))):
                 del queue[key]
-                state.flying[key] = None
+                state.flying[key] = queue is state.fresh
                 taken.append(key)
             if taken:  # one class at a time: fresh pages do not wait for a batch of repair
                 break
@@ -166,13 +168,18 @@ class CopyQueue:
                 state.repair[key] = None
 
     def put_back(self, target: NodeId, keys: Sequence[PageKey]) -> None:
-        """Queue flying copies again that were not tried: they did not fit into the batch."""
+        """Queue flying copies again, before others of their class and in this order.
+
+        No try is counted: they did not fit into the batch, or the target has yet to make room.
+        """
         state = self._targets.get(target)
         if state is None:
             return
-        for key in keys:
-            if state.flying.pop(key, key) is None:
-                state.fresh[key] = None
+        for key in reversed(keys):
+            if key in state.flying:
+                queue = state.fresh if state.flying.pop(key) else state.repair
+                queue[key] = None
+                queue.move_to_end(key, last=False)
 
     def defer(self, target: NodeId, keys: Sequence[PageKey]) -> None:
         """Flying copies that the target does not take now: owed till ``resume``, unawaited."""
@@ -180,7 +187,8 @@ class CopyQueue:
         if state is None:
             return
         for key in keys:
-            if state.flying.pop(key, key) is None:
+            if key in state.flying:
+                del state.flying[key]
                 state.later[key] = None
                 if not state.parked:
                     self._end_await(key, made=False)
@@ -211,7 +219,7 @@ class CopyQueue:
         ``covered`` pages are owed to somebody else in its place.
         """
         state = self._targets.setdefault(target, _Target())
-        state.repair.update(state.flying)
+        state.repair.update(dict.fromkeys(state.flying))
         state.flying.clear()
         if not state.parked:
             state.parked = True

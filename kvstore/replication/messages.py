@@ -29,13 +29,15 @@ from kvstore.store import PutPolicy
 
 class CopyStatus(StrEnum):
     """TAKEN: copied and verified. PRESENT: it was there. WRITING: another writer is at it.
-    REFUSED: no room, or the key is taken by other tokens. TORN: what arrived does not hash to the
-    record. BROKEN: the bytes could not be read. CLEARED: they may be what is being forgotten."""
+    REFUSED: no room, or the key is taken by other tokens. LATER: no room yet, offer it again.
+    TORN: what arrived does not hash to the record. BROKEN: the bytes could not be read. CLEARED:
+    they may be what is being forgotten."""
 
     TAKEN = "taken"
     PRESENT = "present"
     WRITING = "writing"
     REFUSED = "refused"
+    LATER = "later"
     TORN = "torn"
     BROKEN = "broken"
     CLEARED = "cleared"

@@ -61,6 +61,7 @@ SHOWN = (  # counters that are there before they have counted anything
     "copies_taken",
     "copies_present",
     "copies_refused",
+    "copies_later",
     "copies_torn",
     "copies_broken",
     "copies_cleared",

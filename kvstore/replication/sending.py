@@ -10,6 +10,9 @@ asked again after its link's back-off.
 A copy that is refused for a clear is offered again at once when a writer has put the page here
 after the clear was begun there; else when the target refuses nothing for it any more. Till then it
 is owed, and nobody waits for it.
+
+A copy that the target has no room for *yet* (its SSD is at it) is offered again and again, at the
+target's pace: each message makes some of its copies, or counts as a try of them all.
 """
 
 from __future__ import annotations
@@ -162,15 +165,27 @@ class CopySender:
         corrupt: list[PageGrant] = []
         try:
             here = {page.record.key: page for page in leased.pages}
-            gone = [key for key in keys if key not in here]
-            self._counters["copies_gone"] += len(gone)
-            self._queue.settle(self.node_id, gone, made=False)
+            self._sort_out([key for key in keys if key not in here], some=bool(here))
             end_s = started_s + leased.lease_s * LEASE_SHARE
             for batch in self._batches(here):
                 await self._send_batch(batch, end_s, cleared, corrupt)
         finally:
             if leased.pages:
                 await self._release(leased, tuple(corrupt))
+
+    def _sort_out(self, keys: list[PageKey], *, some: bool) -> None:
+        """What was not leased: it is gone, or on the SSD and there is no room for it just now.
+
+        ``some``: others of the batch were leased.
+        """
+        gone = [key for key in keys if self._own.holdings.kept_as(key) is None]
+        self._counters["copies_gone"] += len(gone)
+        self._queue.settle(self.node_id, gone, made=False)
+        here = [key for key in keys if self._own.holdings.kept_as(key) is not None]
+        if some:
+            self._queue.put_back(self.node_id, here)
+        else:
+            self._queue.retry(self.node_id, here)
 
     def _num_pages(self, keys: list[PageKey]) -> int:
         """How many of ``keys`` go with one message."""
@@ -220,6 +235,7 @@ class CopySender:
             message, CopiesTaken, deadline_s=end_s, wait_s=max(0.0, left_s)
         )
         check_count(reply.statuses, len(batch.pages))
+        self._put_back(batch, reply)
         refused = []
         for page, status in zip(batch.pages, reply.statuses, strict=True):
             self._note(page, status)
@@ -230,6 +246,15 @@ class CopySender:
         # the answer was sent before now: no clear that it names was begun later than this
         begun_s = now_s() - min((max(0.0, f.age_s) for f in reply.fences), default=0.0)
         return _Refused(refused, reply.fences[:CLEARS_KEPT_MAX], begun_s)
+
+    def _put_back(self, batch: _Batch, reply: CopiesTaken) -> None:
+        """Queue again what there was no room for yet."""
+        pairs = zip(batch.pages, reply.statuses, strict=True)
+        later = [page.record.key for page, status in pairs if status is CopyStatus.LATER]
+        if any(status in _MADE for status in reply.statuses):
+            self._queue.put_back(self.node_id, later)
+        else:  # it waited in vain
+            self._queue.retry(self.node_id, later)
 
     def _defer(self, refused: _Refused) -> None:
         """Offer these again when no clear that they were refused for can reach a node any more."""
@@ -251,7 +276,7 @@ class CopySender:
     def _note(self, page: LeasedPage, status: CopyStatus) -> None:
         key = page.record.key
         self._counters[f"copies_{status}"] += 1
-        if status is CopyStatus.CLEARED:
+        if status in (CopyStatus.CLEARED, CopyStatus.LATER):
             return  # the batch's matter
         if status in _AGAIN:
             self._queue.retry(self.node_id, [key])

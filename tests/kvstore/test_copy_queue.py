@@ -115,6 +115,31 @@ def test_a_copy_that_fails_again_and_again_is_given_up() -> None:
     assert not len(queue)
 
 
+def test_what_is_put_back_is_the_next_of_its_class_and_no_try_is_counted() -> None:
+    queue = CopyQueue()
+    queue.add(A, keys(1, 2, 3), fresh=True)
+    queue.add(A, keys(4, 5, 6), fresh=False)
+    for _ in range(COPY_TRIES_MAX + 1):
+        assert queue.take(A, 2, fresh_first=True) == keys(1, 2)
+        assert queue.take(A, 2, fresh_first=False) == keys(4, 5)
+        queue.put_back(A, keys(1, 2))
+        queue.put_back(A, keys(4, 5, 9))
+        queue.check()
+    assert queue.take(A, 9, fresh_first=True) == keys(1, 2, 3)
+    assert queue.take(A, 9, fresh_first=True) == keys(4, 5, 6)
+    assert len(queue) == 6
+
+
+def test_what_is_put_back_by_a_target_that_is_parked_meanwhile_stays_in_one_place() -> None:
+    queue = CopyQueue()
+    queue.add(A, keys(1, 2), fresh=True)
+    queue.take(A, 2, fresh_first=True)
+    queue.park(A)
+    queue.put_back(A, keys(1, 2))
+    queue.check()
+    assert queue.num_waiting(A) == 2
+
+
 def test_a_deferred_copy_is_owed_and_waited_for_by_nobody_until_it_is_resumed() -> None:
     queue, heard = CopyQueue(), Heard()
     queue.add(A, keys(1, 2), fresh=True)
@@ -200,7 +225,7 @@ def _fuzz(rng: random.Random) -> None:
     waits: list[tuple[CopyWait, set[PageKey], Heard]] = []
     for _ in range(60):
         target, some = rng.choice([A, B]), keys(*rng.sample(range(8), 2))
-        action = rng.randrange(9)
+        action = rng.randrange(10)
         if action <= 1:
             for key in some:
                 room = sum(map(len, owed.values())) < 12
@@ -234,6 +259,9 @@ def _fuzz(rng: random.Random) -> None:
         elif action == 8:
             queue.resume(target)
             later[target].clear()
+        elif action == 9:
+            queue.put_back(target, flying[target])
+            flying[target] = []
         queue.check()
         assert len(queue) == sum(map(len, owed.values()))
         for wait, wanted, heard in list(waits):
