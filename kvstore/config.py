@@ -103,9 +103,10 @@ class StoreClientConfig(BaseModel, frozen=True, extra="forbid"):
         offer_nbytes_max: a put of up to so many bytes to one node is one message: the node reads
             the pages from here. Larger ones, and all when this is 0, are written to the node.
         num_batches: transfer calls under way per node in one put or get.
-        room_wait_s: how long a put waits for a node whose memory is full to copy pages to its SSD,
-            at most, and no longer than half of the time that it has left; after that the node
-            makes room of pages without a copy.
+        room_wait_s: how long a put goes on waiting, at most, once a page of it has found no room:
+            for nodes whose memory is full to copy pages to their SSD. After that they make room of
+            pages without a copy. It is one end for all its pages, however many find room meanwhile,
+            and never more than three quarters of the time that the put has left then; None: that.
         put_waits_for_replicas: a put returns when the copies of its pages have been made (or
             cannot be made now), so that a page that was stored survives the loss of a node.
     """
@@ -117,5 +118,5 @@ class StoreClientConfig(BaseModel, frozen=True, extra="forbid"):
     batch_nbytes: int = Field(default=16 * MIB, ge=1)
     offer_nbytes_max: int = Field(default=16 * MIB, ge=0)
     num_batches: int = Field(default=2, ge=1, le=16)
-    room_wait_s: float = Field(default=5.0, gt=0, le=WAIT_S_MAX)
+    room_wait_s: float | None = Field(default=None, gt=0)
     put_waits_for_replicas: bool = True

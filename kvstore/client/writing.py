@@ -9,7 +9,7 @@ ranking that can be reached::
 
     reserve ──present──▶ PRESENT       ──no room, other tokens──▶ REFUSED
        │ │└─room is being made──▶ reserved anew, when those granted are written (a wait that brings
-       │ │                        nothing is a try)
+       │ │                        nothing is a try); all waits of a put have one end
        │ └──being written──▶ wait until settled ──ready──▶ PRESENT
        ▼ granted  ▲                          └──absent──┐
     write         ├─────────────────────────────────────┘  (the other failed: take over)
@@ -33,6 +33,7 @@ from kvstore.client.lease import Lease
 from kvstore.client.link import StoreLink, check_count
 from kvstore.client.links import ClientParts
 from kvstore.client.offering import OUTCOMES, digests_of, offer, worth_offering
+from kvstore.config import WAIT_S_MAX
 from kvstore.messages import (
     AbortPages,
     AwaitPages,
@@ -56,6 +57,8 @@ from transfer.errors import TransferError
 from transfer.interface import Range, Region
 
 POLL_MARGIN_S = 0.1  # no other try when less than this is left
+PATIENCE = 0.75  # of a put's time, for room: then pages without a copy go, while there is time
+ROOM_WAIT_S_MIN = 0.001  # of one who has no patience left: asks that room be made at once
 TRIES_MAX = 3  # of writing one batch to one node, and of waiting in vain for its room
 
 _OUTCOMES = {
@@ -91,6 +94,7 @@ class PageWriter:
         self._outcomes: dict[int, PutOutcome] = {}
         self._digests: dict[int, bytes] = {}  # of pages that were hashed, for when they go again
         self._num_moved = 0
+        self._patient_until_s: float | None = None  # once a page has found no room
 
     async def run(self) -> PutResult:
         first: dict[PageKey, int] = {}
@@ -173,8 +177,12 @@ class PageWriter:
                 settled[i] = PutOutcome.PRESENT
 
     def _room_wait_s(self) -> float:
-        """For a node to make room."""
-        return max(0.0, min(self._parts.config.room_wait_s, (self._deadline_s - _now_s()) / 2))
+        """For a node to make room: what is left of this put's patience, which ends once for all."""
+        now_s = _now_s()
+        if self._patient_until_s is None:
+            wait_s, limit_s = PATIENCE * (self._deadline_s - now_s), self._parts.config.room_wait_s
+            self._patient_until_s = now_s + (wait_s if limit_s is None else min(limit_s, wait_s))
+        return min(max(ROOM_WAIT_S_MIN, self._patient_until_s - now_s), WAIT_S_MAX)
 
     async def _offer(
         self, link: StoreLink, todo: list[int], settled: dict[int, PutOutcome], wait_s: float

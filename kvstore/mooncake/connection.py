@@ -104,11 +104,17 @@ class Connection:
                 self.watch.find()
                 self.connected.set()
                 return
-            self.watch.lose(reason)
+            self.watch.miss(reason)
             await asyncio.sleep(self.config.retry_s)
 
     async def _attempt(self) -> str | None:
         """Try once; return what went wrong."""
+        try:
+            return await self._set_up_once()
+        except Exception as error:  # noqa: BLE001 - the library's, of whatever kind: tried again
+            return f"its library failed ({error!r})"
+
+    async def _set_up_once(self) -> str | None:
         if not await self._port_is_open():
             return "no master there"
         native = self.library.new_store()

@@ -32,7 +32,8 @@ class MasterWatch:
     """See the module's docstring. Make it inside a running loop.
 
     Args:
-        ask: does the master answer; may take as long as the library wants, raises nothing.
+        ask: does the master answer; may take as long as the library wants. What it raises is no
+            answer.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class MasterWatch:
         """Ask the master, unless somebody does already."""
         if not self._closed and (self._probing is None or self._probing.done()):
             self._probing = asyncio.get_running_loop().create_task(self._probe())
+            self._probing.add_done_callback(_say_failed)
 
     async def _probe(self) -> None:
         if await self._answers(self._config.ask_s):
@@ -112,14 +114,23 @@ class MasterWatch:
         if not asking.done():
             return False
         self._asking = None
-        return not asking.cancelled() and asking.result()
+        if asking.cancelled():
+            return False
+        if (error := asking.exception()) is not None:
+            logger.error("mooncake://%s: asking it failed: %r", self._config.master, error)
+            return False
+        return asking.result()
 
     def lose(self, reason: str) -> None:
-        """All who wait go on without the master; says so once."""
+        """All who wait go on without the master, which was there; says so once."""
+        self._counters["master_losses"] += not self.is_lost
+        self.miss(reason)
+
+    def miss(self, reason: str) -> None:
+        """Likewise when there has been none yet: that is no loss."""
         if self.is_lost:
             return
         self.is_lost, self._lost_s = True, _now_s()
-        self._counters["master_losses"] += 1
         logger.error(
             "mooncake://%s: %s: pages are neither found nor kept until it answers",
             self._config.master,
@@ -147,6 +158,12 @@ class MasterWatch:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _say_failed(probing: asyncio.Task[None]) -> None:
+    """A bug of ours: the next suspicion asks anew."""
+    if not probing.cancelled() and (error := probing.exception()) is not None:
+        logger.error("the probe of Mooncake's master failed: %r", error, exc_info=error)
 
 
 def _now_s() -> float:

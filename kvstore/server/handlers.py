@@ -224,7 +224,7 @@ class StoreHandlers:
                 statuses.append(CommitStatus.STALE)
         ready = CommitStatus.READY
         self.committed([p.key for p, s in zip(pages, statuses, strict=True) if s is ready])
-        if self.room is not None:
+        if self.room is not None and ready in statuses:
             self.room.committed()
         return PagesCommitted(tuple(statuses))
 

@@ -1,9 +1,9 @@
 """Who waits for the SSD to make room in memory, and for how long.
 
-Owns the queue of those who need a slot while memory is full of pages that the SSD has yet to be
-given: they are served in the order in which they came, as copies are made. Who needs nothing that
-those before him wait for (slots of another size are free) is served at once. Knows no pages: what
-is tried again and again is the caller's.
+Owns the queues of those who need a slot while memory is full of pages that the SSD has yet to be
+given: readers of spilled pages come before writers, each kind is served in the order in which it
+came, as copies are made. Who needs nothing that those before him wait for (slots of another size
+are free) is served at once. Knows no pages: what is tried again and again is the caller's.
 
 ::
 
@@ -16,9 +16,9 @@ is tried again and again is the caller's.
     try, sparing nobody: pages without a copy go (counted as ``unspilled``)
 
 When nothing has moved in ``STILL_S`` of waiting, be it one wait or several after one another (no
-copy was made, no page committed), the disk is *stalled*: nobody waits for it until it has made a
-copy, or ``STALL_S`` have passed. So a disk that hangs costs one wait now and then, not one for
-each put. Without an SSD nobody waits.
+copy was made; a commit counts only where there was nothing to copy before it), the disk is
+*stalled*: nobody waits for it until it has made a copy, or ``STALL_S`` have passed. So a disk that
+hangs costs one wait now and then, not one for each put. Without an SSD nobody waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from kvstore.server.polls import now_s
 
-STILL_S = 2.0  # without a copy or a commit, while somebody waits: nobody does any more
+STILL_S = 2.0  # without a copy, while somebody waits: nobody does any more
 STALL_S = 10.0  # before anybody does again
 WAITING_MAX = 4096  # who wait at once; more are not spared the loss
 
@@ -38,11 +38,31 @@ Try = Callable[[bool], bool]  # takes ``patient``; False: no room, while pages a
 
 
 class Want(NamedTuple):
-    """What somebody needs: how to try for it, slots of which size, and whether free ones do."""
+    """What somebody needs: how to try for it, slots of which size, whether free ones do, and
+    whether it is for a reader."""
 
     attempt: Try
     page_nbytes: int
     fits: Callable[[], bool]
+    reads: bool = False
+
+
+class _Queue:
+    """Who wait: one at a time tries, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.sizes: Counter[int] = Counter()  # how many wait for slots of this size
+
+    def __len__(self) -> int:
+        return self.sizes.total()
+
+    def enter(self, page_nbytes: int) -> None:
+        self.sizes[page_nbytes] += 1
+
+    def leave(self, page_nbytes: int) -> None:
+        self.sizes[page_nbytes] -= 1
+        self.sizes += Counter()  # keeps no sizes that nobody waits for
 
 
 class Room:
@@ -50,24 +70,33 @@ class Room:
 
     Args:
         kick: has copies made, of what is next to go.
+        copying: whether copies are being made now.
         counters: gets ``room_waits`` and ``room_waits_over``.
     """
 
-    def __init__(self, kick: Callable[[], None], counters: Counter[str]) -> None:
+    def __init__(
+        self, kick: Callable[[], None], copying: Callable[[], bool], counters: Counter[str]
+    ) -> None:
         self._kick = kick
+        self._copying = copying
         self._counters = counters
         self._changed = asyncio.Event()
-        self._turn = asyncio.Lock()
-        self._waiting: Counter[int] = Counter()  # who wait, by the size of the slots
+        self._readers, self._writers = _Queue(), _Queue()
         self._since_s = 0.0  # when something moved, or somebody began to wait
         self._still_s = 0.0  # for which somebody had waited before that, and nothing moved
         self._stalled_until_s = 0.0
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._readers) + len(self._writers)
+
     def now(self, want: Want) -> bool:
-        """Try without waiting; False: ``wait`` is worth it. Who waits already comes first."""
-        if self._is_stalled or self._waiting.total() >= WAITING_MAX:
+        """Try without waiting; False: ``wait`` is worth it. Who waits already comes first, unless
+        it is a writer and this a reader."""
+        if self._is_stalled or self._num_waiting >= WAITING_MAX:
             return want.attempt(False)
-        free = not self._waiting or (not self._waiting[want.page_nbytes] and want.fits())
+        before = self._readers.sizes if want.reads else self._readers.sizes + self._writers.sizes
+        free = not before or (not before[want.page_nbytes] and want.fits())
         return free and want.attempt(True)
 
     async def wait(self, want: Want, wait_s: float) -> None:
@@ -76,26 +105,34 @@ class Room:
         What an attempt raises ends the wait.
         """
         self._counters["room_waits"] += 1
-        if not self._waiting:
+        queue = self._readers if want.reads else self._writers
+        if not self._num_waiting:
             self._since_s = now_s()
-        self._waiting[want.page_nbytes] += 1
+        queue.enter(want.page_nbytes)
         try:
-            async with asyncio.timeout(wait_s), self._turn:
-                while not self._is_stalled:
-                    self._changed.clear()
-                    self._kick()
-                    if want.attempt(True):
-                        return
-                    await self._next()
+            async with asyncio.timeout(wait_s), queue.turn:
+                if await self._served(want):
+                    return
         except TimeoutError:
             pass  # it has been long enough
         finally:
-            self._waiting[want.page_nbytes] -= 1
-            self._waiting += Counter()  # keeps no sizes that nobody waits for
-            if not self._waiting:
+            queue.leave(want.page_nbytes)
+            if not self._num_waiting:
                 self._still_s += now_s() - self._since_s
+            elif not self._readers:
+                self._changed.set()  # it is a writer's turn
         self._counters["room_waits_over"] += 1
         want.attempt(False)
+
+    async def _served(self, want: Want) -> bool:
+        """Try whenever something has changed; False when nothing moves any more."""
+        while not self._is_stalled:
+            self._changed.clear()
+            self._kick()
+            if (want.reads or not self._readers) and want.attempt(True):
+                return True
+            await self._next()
+        return False
 
     @property
     def _is_stalled(self) -> bool:
@@ -117,10 +154,16 @@ class Room:
     def copied(self) -> None:
         """A copy was made (or was not wanted): the disk works."""
         self._stalled_until_s = 0.0
-        self.committed()
+        self._moved()
 
     def committed(self) -> None:
-        """There are pages to copy; things go on, though not for the disk."""
+        """There are pages to copy: it is from now on that the disk owes one, if it had none."""
+        if self._copying():
+            self._changed.set()
+        else:
+            self._moved()
+
+    def _moved(self) -> None:
         self._since_s, self._still_s = now_s(), 0.0
         self._changed.set()
 

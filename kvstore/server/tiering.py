@@ -1,40 +1,38 @@
 """Moves pages between the segment and the tier below it.
 
-Owns the tasks that copy pages down ahead of eviction and up on demand, bounded in number. What to
-move is decided by ``Spilling``; how it is written is the ``Tier``'s business. Who needs a slot
-while the disk is behind waits for it in ``room``, for a bounded time; when the disk is slower than
-that, or broken, pages are evicted without a copy. A broken one is tried with a page now and then.
+Owns the tasks that copy pages down ahead of eviction, bounded in number, and those that bring pages
+up on demand (``promoting.py``). What to move is decided by ``Spilling``; how it is written is the
+``Tier``'s business. Who needs a slot while the disk is behind waits for it in ``room``, for a
+bounded time; when the disk is slower than that, or broken, pages are evicted without a copy. A
+broken one is tried with a page now and then.
 
-Promotions of one key are shared by all who ask. A reader who gives up does not stop one: it ends by
-itself, and the page is in memory for the next.
+While all that is only in memory is being copied (``copy_all``), nothing else is: it has an order of
+its own, the hottest first, where eviction would have the coldest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.page import PageKey
 from kvstore.server.adopting import Adoption
 from kvstore.server.directory import Directory
-from kvstore.server.room import Room, Want
+from kvstore.server.promoting import Promoting
+from kvstore.server.room import Room
 from kvstore.server.segment import Slot
-from kvstore.server.spilling import Promotion, Spill
+from kvstore.server.spilling import Spill
 from kvstore.server.tier import Tier
-from kvstore.store import PageState
 
 log = logging.getLogger(__name__)
 
 SPILLS_MAX = 8  # pages on their way down
-PROMOTIONS_MAX = 32  # pages on their way up
-PROMOTIONS_WAITING_MAX = 4096  # pages that wait for that; more are reported absent
-PROMOTION_WAIT_S = 1.0  # of a page on its way up, for room
 COPIES_AT_ONCE = 256  # pages looked at for a copy between looks at the loop
 REMOVALS_AT_ONCE = 256  # forgotten pages that leave the tier between looks at the loop
 TRIAL_S = 1.0  # between pages that a tier which takes none is offered; it decides when it tries one
-PROMOTED_AT_ONCE = 0.5  # of the memory: more would push out what was just brought in
 
 
 class Tiering:
@@ -59,14 +57,22 @@ class Tiering:
         self._now_s = now_s
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._spills: dict[PageKey, asyncio.Task[None]] = {}
-        self._promotions: dict[PageKey, asyncio.Task[None]] = {}
-        self._gate = asyncio.Semaphore(PROMOTIONS_MAX)
+        self._num_copying_all = 0  # calls of ``copy_all`` under way
         self._adoption = Adoption(self._spilling, tier, self._spills)
         self._adopting: asyncio.Task[None] | None = None
         self._sweeping = False
         self._trial_s: float | None = None  # when a tier that takes no pages is offered one
         self._closed = False
-        self.room = Room(self.kick, directory.counters)
+        self.room = Room(self.kick, lambda: bool(self._spills), directory.counters)
+        self._promoting = Promoting(
+            directory,
+            tier,
+            self.room,
+            bytes_of=self._bytes_of,
+            spawn=self._spawn,
+            kick=self.kick,
+            clock_s=now_s,
+        )
         tier.displace(self._displaced)
         self._spilling.set_working(working=tier.degraded is None)
 
@@ -100,7 +106,7 @@ class Tiering:
         return {
             **self._tier.numbers(),
             "num_spilling": len(self._spills),
-            "num_promoting": len(self._promotions),
+            "num_promoting": len(self._promoting),
             "num_to_adopt": self._adoption.num_left,
         }
 
@@ -111,6 +117,8 @@ class Tiering:
         self._sweep()
         working = not self._closed and self._tier.degraded is None
         self._spilling.set_working(working=working)
+        if self._num_copying_all:
+            return  # which chooses the pages itself
         limit = SPILLS_MAX if working else self._num_trials()
         while len(self._spills) < limit:
             spill = self._spilling.begin_spill(self._now_s())
@@ -120,7 +128,11 @@ class Tiering:
             if key in self._spills:  # the same page, put again while its copy is being made
                 self._spilling.end_spill(spill, stored=False)
                 continue
-            self._spills[key] = self._spawn(self._spill(key, spill), "spill")
+            self._start(key, spill)
+
+    def _start(self, key: PageKey, spill: Spill) -> None:
+        task = self._spills[key] = self._spawn(self._spill(key, spill), "spill")
+        task.add_done_callback(partial(self._spilled, key, spill))
 
     def tick(self) -> None:
         """``kick`` by timer: what has made room meanwhile is seen by those who wait for it."""
@@ -138,25 +150,34 @@ class Tiering:
     async def copy_all(self) -> None:
         """Copy what is only in memory, the hottest first; others run meanwhile.
 
-        When cancelled, it stays at what has been copied by then.
+        When cancelled, it stays at what has been copied by then. Ends when this is aborted.
         """
-        unwritten = self._spilling.unwritten()
-        for _ in unwritten.steps():
-            await asyncio.sleep(0)
-        for number, key in enumerate(unwritten.keys(), start=1):
+        self._num_copying_all += 1
+        try:
+            unwritten = self._spilling.unwritten()
+            for _ in unwritten.steps():
+                await asyncio.sleep(0)
+            await self._copy_each(unwritten.keys())
+            if self._spills:
+                await asyncio.wait(list(self._spills.values()))
+        finally:
+            self._num_copying_all -= 1
+            self.kick()
+
+    async def _copy_each(self, keys: Iterator[PageKey]) -> None:
+        """Begin to copy them, in this order, while the tier takes pages."""
+        for number, key in enumerate(keys, start=1):
             if number % COPIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            while len(self._spills) >= SPILLS_MAX:
+            while len(self._spills) >= SPILLS_MAX and not self._closed:
                 await asyncio.wait(self._spills.values(), return_when=asyncio.FIRST_COMPLETED)
             if self._closed or self._tier.degraded is not None:
-                break
+                return
             if key in self._spills:
                 continue
             spill = self._spilling.begin_copy(key, self._now_s())
             if spill is not None:
-                self._spills[key] = self._spawn(self._spill(key, spill), "copy")
-        if self._spills:
-            await asyncio.wait(list(self._spills.values()))
+                self._start(key, spill)
 
     def _sweep(self) -> None:
         """Tell the tier what was forgotten, and how warm what it alone has is."""
@@ -191,14 +212,24 @@ class Tiering:
                 self._tier.remove([key])  # what it holds of the key is older
             stored = await self._tier.store(spill.page, self._bytes_of(spill.slot))
         finally:
-            del self._spills[key]
-            failed = not stored and self._tier.degraded is not None
-            if not self._spilling.end_spill(spill, stored=stored, failed=failed):
-                self._tier.remove([key])
+            failed = self._end(key, spill, stored=stored)
         if not failed:
             self._trial_s = None
             self.room.copied()
         self.kick()
+
+    def _end(self, key: PageKey, spill: Spill, *, stored: bool) -> bool:
+        """Before anything else happens on the tier; True when the disk failed."""
+        del self._spills[key]
+        failed = not stored and self._tier.degraded is not None
+        if not self._spilling.end_spill(spill, stored=stored, failed=failed):
+            self._tier.remove([key])
+        return failed
+
+    def _spilled(self, key: PageKey, spill: Spill, task: asyncio.Task[None]) -> None:
+        """A task that was cancelled before it began has ended nothing itself."""
+        if self._spills.get(key) is task:
+            self._end(key, spill, stored=False)
 
     async def flush(self) -> bool:
         """Have what was forgotten so far leave the tier for good: it does not come back, however
@@ -213,75 +244,9 @@ class Tiering:
     # ---- up
 
     async def promote(self, keys: Sequence[PageKey], deadline_s: float) -> None:
-        """Bring those of ``keys`` that are only on the tier into memory, as far as there is time.
-
-        At most ``PROMOTED_AT_ONCE`` of the memory, the first ones: who asked comes back for the
-        others. When cancelled, promotions go on by themselves.
-        """
-        if not self._directory.num_spilled:
-            return
-        spilled = [k for k in dict.fromkeys(keys) if self._directory.state(k) is PageState.SPILLED]
-        first = self._first_of(spilled)
-        tasks = [task for key in first if (task := self._promotion(key)) is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=max(0.0, deadline_s - self._now_s()))
-
-    def _first_of(self, keys: Sequence[PageKey]) -> Sequence[PageKey]:
-        """As many as may come at once, at least one."""
-        nbytes_left = PROMOTED_AT_ONCE * len(self._view)
-        for number, key in enumerate(keys):
-            nbytes_left -= self._directory.page_nbytes(key)
-            if nbytes_left < 0:
-                return keys[: max(1, number)]
-        return keys
-
-    def _promotion(self, key: PageKey) -> asyncio.Task[None] | None:
-        task = self._promotions.get(key)
-        if task is None and not self._closed and len(self._promotions) < PROMOTIONS_WAITING_MAX:
-            task = self._promotions[key] = self._spawn(self._promote(key), "promote")
-        return task
-
-    async def _promote(self, key: PageKey) -> None:
-        try:
-            async with self._gate:
-                await self._load(key)
-        finally:
-            del self._promotions[key]
-        self.kick()
-
-    async def _load(self, key: PageKey) -> None:
-        promotion = await self._begin_promote(key)
-        if promotion is None:
-            return
-        loaded, done = False, False
-        try:
-            record = await self._tier.load(key, self._bytes_of(promotion.slot))
-            loaded = record is not None and record.checksum == promotion.checksum
-            done = True
-        finally:
-            self._spilling.end_promote(promotion, loaded=loaded)
-        if done and not loaded and self._tier.degraded is None:
-            self._spilling.lost(key)
-            self._tier.remove([key])
-
-    async def _begin_promote(self, key: PageKey) -> Promotion | None:
-        """Once there is room; None: the page is not to be brought up, or there is none."""
-        begun: list[Promotion] = []
-        if not self._spilling.may_promote(key):
-            return None
-
-        def attempt(patient: bool) -> bool:
-            spilling = self._spilling
-            promotion = spilling.begin_promote(key, self._now_s(), patient=patient)
-            if promotion is not None:
-                begun.append(promotion)
-            return bool(begun) or not spilling.sparing or not spilling.may_promote(key)
-
-        nbytes, segment = self._directory.page_nbytes(key), self._directory.segment
-        want = Want(attempt, nbytes, lambda: segment.can_allocate(nbytes))
-        if not self.room.now(want):
-            await self.room.wait(want, PROMOTION_WAIT_S)
-        return begun[0] if begun else None
+        """Bring those of ``keys`` that are only on the tier into memory, as far as there is time
+        (``promoting.py``)."""
+        await self._promoting.promote(keys, deadline_s)
 
     # ---- life
 
@@ -307,6 +272,7 @@ class Tiering:
     def abort(self) -> None:
         """Stop at once: what is on its way is given up. Idempotent."""
         self._closed = True
+        self._promoting.abort()
         self.room.look()
         for task in list(self._tasks):
             task.cancel()

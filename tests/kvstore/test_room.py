@@ -259,7 +259,7 @@ async def test_who_came_first_is_served_first() -> None:
         if not room.now(want):
             await room.wait(want, 60.0)
 
-    room = Room(lambda: kicked.append(1), Counter())
+    room = Room(lambda: kicked.append(1), lambda: False, Counter())
     waiting = [asyncio.ensure_future(wait(number)) for number in range(5)]
     while len(served) < len(waiting):
         for _ in range(3):

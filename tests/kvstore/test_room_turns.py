@@ -29,6 +29,7 @@ from kvstore.server import room as room_module
 from kvstore.server import unwritten as unwritten_module
 from kvstore.server.entry import Reservation
 from kvstore.server.node import StoreNode
+from kvstore.server.promoting import Patience
 from kvstore.server.room import Room, Want
 from kvstore.ssd import SsdConfig, SsdTier
 from kvstore.store import PageState, PutOutcome
@@ -329,7 +330,8 @@ async def test_a_reader_of_a_page_that_came_back_meanwhile_does_not_wait_for_roo
 ) -> None:
     queue = await queue_of(20, 20)
     assert queue.bench.d.state(single(3).key) is PageState.READY
-    assert await queue.bench.tiering._begin_promote(single(3).key) is None
+    await queue.bench.tiering._promoting._promote(single(3).key, Patience())
+    assert queue.bench.tier.num_loads == 0
     assert queue.bench.d.counters["room_waits"] == 1, "nobody but the one before"
     await queue.end()
 
@@ -344,7 +346,7 @@ async def test_a_disk_that_hangs_is_noticed_by_several_short_waits(
         tries.append(patient)
         return not patient
 
-    room = Room(lambda: None, Counter())
+    room = Room(lambda: None, lambda: False, Counter())
     want = Want(attempt, SPEC.page_nbytes, lambda: False)
     num_waits = 0
     while not room.now(want):

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvstore.page import PageKey
-from kvstore.server.tiering import PROMOTIONS_MAX, SPILLS_MAX
+from kvstore.server.promoting import PROMOTIONS_MAX
+from kvstore.server.tiering import SPILLS_MAX
 from kvstore.store import PageState, PutPolicy
 from tests.kvstore.directories import match, present, single
 from tests.kvstore.fake_tier import FakeTier

@@ -241,3 +241,83 @@ async def test_a_loss_frees_a_permit_that_was_waited_for() -> None:
     permits.release()
     assert not permits.locked()
     await watch.close()
+
+
+class Failing(Questions):
+    """Raises the first ``num_failing`` times, then answers."""
+
+    def __init__(self, num_failing: int) -> None:
+        super().__init__()
+        self._num_failing = num_failing
+
+    async def __call__(self) -> bool:
+        self.num += 1
+        if self.num <= self._num_failing:
+            raise RuntimeError("the library threw")
+        return True
+
+
+QUICK = MooncakeConfig(master="m:1", ask_s=LIMIT_S, backoff_s=0.001, backoff_max_s=0.001)
+
+
+async def test_a_question_that_raises_is_no_answer_and_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    questions, counters = Failing(3), Counter[str]()
+    watch = MasterWatch(QUICK, counters, questions)
+    watch.suspect()
+    await until(lambda: watch.is_lost)
+    await until(lambda: not watch.is_lost)
+    assert questions.num == 4
+    assert counters["master_losses"] == 1
+    assert caplog.text.count("the library threw") == 3
+    await watch.close()
+
+
+async def test_a_probe_that_breaks_is_said_and_the_next_suspicion_asks_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    questions = Failing(1)
+    watch = MasterWatch(QUICK, Counter(), questions)
+
+    def broken(reason: str) -> None:
+        raise RuntimeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "lose", broken)
+        watch.suspect()
+        await until(lambda: "a bug of ours" in caplog.text)
+    watch.suspect()
+    await until(lambda: questions.num == 2)
+    await watch.close()
+
+
+class LateLibrary(FakeLibrary):
+    """Accepts nobody the first time; raises the second time."""
+
+    def __init__(self, native: FakeNative) -> None:
+        super().__init__(native)
+        self.num_made = 0
+
+    def new_store(self) -> NativeStore:
+        self.num_made += 1
+        if self.num_made == 2:
+            raise RuntimeError("the library threw")
+        return super().new_store()
+
+
+async def test_a_master_that_comes_late_was_not_lost(
+    native: FakeNative, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = iter([-1])
+    monkeypatch.setattr(native, "setup", lambda *args: next(codes, 0))
+    config = config_of(port, ask_s=LIMIT_S).model_copy(update={"retry_s": POLL_S})
+    library = LateLibrary(native)
+    store = MooncakeStore(config, spec=SPEC, library=cast("Library", library))
+    await until(lambda: store.is_lost)
+    assert await store.connected(deadline_s=deadline_after(LIMIT_S))
+    assert library.num_made == 3, "also when it raises it is tried again"
+    assert not store.is_lost
+    assert store.counters().get("master_losses", 0) == 0
+    assert "answers again" in caplog.text
+    await store.close()
