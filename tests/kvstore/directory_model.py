@@ -6,6 +6,7 @@ the rules: quotas, priorities, leaves, pins, leases, and for ``lru`` the order o
 
 from __future__ import annotations
 
+import random
 from typing import NamedTuple
 
 from kvstore.page import PageKey
@@ -17,6 +18,7 @@ from tests.kvstore.pages import SPEC, sequence
 
 LEASE_S = 5.0
 NUM_SLOTS = 12
+CHAIN_PAGES = 40  # of one prompt that is longer than memory
 LOW = 0.6
 SPILL = 0.3
 QUOTA = 0.5
@@ -30,6 +32,7 @@ class Setup(NamedTuple):
     quotas: bool = False
     ssd_pages: int = 0  # 0: no SSD
     priorities: bool = False
+    chain: bool = False  # one prompt, longer than memory, mostly put in order
 
 
 def tree() -> list[PageIdentity]:
@@ -41,6 +44,11 @@ def tree() -> list[PageIdentity]:
         list(range(100, 125)),
     ]
     return list({page.key: page for tokens in prompts for page in sequence(tokens)}.values())
+
+
+def chain() -> list[PageIdentity]:
+    """The pages of one prompt."""
+    return sequence(range(CHAIN_PAGES * SPEC.page_size))
 
 
 class Model:
@@ -59,7 +67,7 @@ class Model:
             quotas={TENANTS[0]: QUOTA} if setup.quotas else None,
             half_life_s=4.0,
         )
-        self.pages = tree()
+        self.pages = chain() if setup.chain else tree()
         self.by_key = {page.key: page for page in self.pages}
         self.now_s = 0.0
         self.writing: dict[PageKey, tuple[int, float, str]] = {}
@@ -78,6 +86,21 @@ class Model:
         self.spills: list[Spill] = []
         self.promotions: list[Promotion] = []
         self.step = 0
+        self.num_later = 0  # pages that were refused for now
+        self.num_own = 0  # pages that went for their own child
+        self.working = False
+
+    def set_working(self, *, working: bool) -> None:
+        """The SSD takes copies, or does not."""
+        self.working = working
+        self.d.spilling.set_working(working=working)
+
+    def drawn(self, rng: random.Random) -> PageIdentity:
+        """A page to reserve."""
+        if self.setup.chain and rng.random() < 0.95:
+            here = self.ready.keys() | self.writing.keys() | self.spilled.keys()
+            return next((p for p in reversed(self.pages) if p.parent in here), self.pages[0])
+        return rng.choice(self.pages)
 
     # ---- what is held
 
@@ -107,8 +130,13 @@ class Model:
 
     # ---- comparing
 
-    def observe(self) -> list[PageIdentity]:
-        """Compare all states; returns the pages that left memory, having checked each."""
+    def observe(self, own: PageIdentity | None = None) -> list[PageIdentity]:
+        """Compare all states; returns the pages that left memory, having checked each.
+
+        ``own``: who is patient has just reserved it: its parent, which has a copy, may have gone
+        for it, as all of memory may be one prompt's.
+        """
+        assert self.d.spilling.sparing == self.working
         self.d.check()
         for key in self.d.spilling.take_removals(1000):
             assert key not in self.on_ssd, "a page that is there lost its copy"
@@ -137,8 +165,10 @@ class Model:
         here = self.ready.keys() | self.writing.keys()
         for page in self.pages:
             if page.key in here:
-                own = page.key in self.writing and page.parent in self.spilled
-                assert own or all(page.parent != p.key for p in evicted), "a trunk went first"
+                allowed = page == own and page.parent in self.spilled
+                num_gone = sum(page.parent == p.key for p in evicted)
+                assert allowed or not num_gone, "a trunk went first"
+                self.num_own += num_gone
         return evicted
 
     def free_leaves(self, gone: list[PageIdentity], before: dict[PageKey, int]) -> list[PageKey]:
@@ -153,7 +183,7 @@ class Model:
         self, evicted: list[PageIdentity], before: dict[PageKey, int], asking: bytes | None = None
     ) -> None:
         """Nobody with a better claim to go has stayed."""
-        stays = self.free_leaves(evicted, before)
+        stays = self.free_leaves(evicted, before) if evicted else []
         for gone in evicted:
             self._check_quota(gone, asking)
             if self.setup.ssd_pages:  # pages with a copy were chosen earlier, and go ahead

@@ -17,7 +17,7 @@ WRITERS = ("", "writer-1", "writer-2")
 
 
 def reserve(m: Model, rng: random.Random) -> None:
-    page = rng.choice(m.pages)
+    page = m.drawn(rng)
     before, writer = dict(m.touched), rng.choice(WRITERS)
     here = page.key in m.writing or page.key in m.ready or page.key in m.spilled
     priority = rng.choice([0, 35, 35, 80]) if m.setup.priorities else 35
@@ -40,14 +40,16 @@ def reserve(m: Model, rng: random.Random) -> None:
     elif reservation.slot is not None:
         m.writing[page.key] = (reservation.slot.generation, m.now_s + LEASE_S, writer)
     else:
-        later = patient and m.d.spilling.sparing
+        later = patient and m.working
         assert reservation.status is (ReserveStatus.LATER if later else ReserveStatus.REFUSED)
+        m.num_later += later
         assert m.d.segment.num_used == NUM_SLOTS
     m.touch(page)
     m.touch(m.by_key.get(PageKey(page.parent)))
-    evicted = m.observe()
+    granted = reservation.status is ReserveStatus.GRANTED
+    evicted = m.observe(page if patient and granted else None)
     assert len(evicted) <= 2
-    if patient and m.d.spilling.sparing:
+    if patient and m.working:
         assert {gone.key for gone in evicted} <= copied, "a page went that the SSD was not offered"
     m.check_order(evicted, before, policy.namespace)
 
@@ -238,15 +240,21 @@ def promote(m: Model, rng: random.Random) -> None:
 
 ACTIONS = [reserve, reserve, reserve, finish, finish, repeat_old, look, release, drop, pass_time]
 MORE = [pass_time, clear, bury, renew, pin, spill, spill, promote]
+GROWING = [*[reserve] * 3, *[finish] * 3, *[spill] * 12, look, release, pass_time, promote]
+
+
+def go_on(m: Model, rng: random.Random, num_steps: int) -> None:
+    actions = GROWING if m.setup.chain else [*ACTIONS, *MORE]
+    for _ in range(num_steps):
+        m.step += 1
+        rng.choice(actions)(m, rng)
 
 
 def play(setup: Setup, seed: int) -> None:
     rng = random.Random(seed)
     m = Model(setup)
-    m.d.spilling.set_working(working=bool(setup.ssd_pages) and seed % 4 != 3)
-    for _ in range(300):
-        m.step += 1
-        rng.choice([*ACTIONS, *MORE])(m, rng)
+    m.set_working(working=bool(setup.ssd_pages) and seed % 4 != 3)
+    go_on(m, rng, 300)
     for spill_job in m.spills:
         m.d.spilling.end_spill(spill_job, stored=False)
     for job in m.promotions:
@@ -284,15 +292,32 @@ def test_spilling_and_promoting_agree_with_the_model(ssd_pages: int, seed: int) 
     play(setup, seed)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_prompt_longer_than_memory_gives_up_its_own_pages_only_to_who_is_patient(
+    seed: int,
+) -> None:
+    play(Setup("lru", ssd_pages=1000, chain=True), seed)
+
+
 def test_the_model_is_not_vacuous() -> None:
-    """Random histories really evict, refuse, spill and promote."""
+    """Random histories really evict, refuse for good and for now, spill and promote."""
     seen: Counter[str] = Counter()
-    for seed in range(1, 5):
-        m = Model(Setup("lru", ssd_pages=2))
-        rng = random.Random(seed)
-        for _ in range(900):
-            m.step += 1
-            rng.choice([*ACTIONS, *MORE])(m, rng)
+    tree, chain = Setup("lru", ssd_pages=2), Setup("lru", ssd_pages=1000, chain=True)
+    for seed, setup in enumerate([*[chain] * 3, *[tree] * 4], 1):
+        m = Model(setup)
+        m.set_working(working=True)
+        go_on(m, random.Random(seed), 300 if setup.chain else 900)
         seen += m.d.counters
-    for name in ("evicted", "spilled", "promoted", "ssd_displaced", "buried_writes", "cleared"):
+        seen.update(later=m.num_later, own=m.num_own)
+    for name in (
+        "evicted",
+        "refused",
+        "later",
+        "own",
+        "spilled",
+        "promoted",
+        "ssd_displaced",
+        "buried_writes",
+        "cleared",
+    ):
         assert seen[name] > 0, name

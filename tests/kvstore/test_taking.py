@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 import pytest
 
+from kvstore.checksum import PageBytes, checksums_now
 from kvstore.client.link import NO_OFFERS_S
 from kvstore.client.writing import TRIES_MAX
 from kvstore.messages import (
@@ -32,7 +34,7 @@ from tests.kvstore.fakes import World
 from tests.kvstore.faulty import get_all, open_client, raw_channel, small, until
 from tests.kvstore.pages import SPEC, filled, sequence
 from transfer.errors import PeerLost
-from transfer.interface import Priority, deadline_after
+from transfer.interface import Priority, Region, deadline_after
 
 ONE = range(4)  # tokens of one page
 
@@ -203,6 +205,56 @@ async def test_of_an_offer_only_what_is_missing_is_taken(
     ]
     assert len(world.reads[-1]) == 1
     assert node.numbers()["taken"] == 3
+
+
+class Offer(NamedTuple):
+    """An offer of one page, by hand, at a node that reads when ``world.bulk_gate`` opens."""
+
+    node: StoreNode
+    answer: asyncio.Task[PagesTaken]
+    bytes_of: Region  # stays alive until it has been read
+
+
+async def offered(cluster: StoreCluster, world: World) -> Offer:
+    node = await cluster.node(config=small(8, lease_s=60.0))
+    stores = await cluster.stores()
+    channel = await raw_channel(cluster, node.address)
+    source, puts = filled(stores.transfer, sequence(ONE))
+    page = PageBytes(SPEC, source.view, puts[0].identity.num_tokens)
+    pages = (OfferedPage(puts[0].identity, 0, checksums_now([page])[0]),)
+    message = TakePages(spec=SPEC, read_token=source.export("r"), pages=pages)
+    world.bulk_gate = asyncio.Event()
+    asking = channel.request(message, PagesTaken, deadline_s=deadline_after(5))
+    answer = asyncio.ensure_future(asking)
+    await until(lambda: node.numbers()["num_writing"] == 1)
+    return Offer(node, answer, source)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+async def test_of_a_page_that_was_read_it_is_said_whether_it_was_whole(
+    cluster: StoreCluster, world: World, torn: bool
+) -> None:
+    offer = await offered(cluster, world)
+    world.flip_reads = torn
+    assert world.bulk_gate is not None
+    world.bulk_gate.set()
+    assert (await offer.answer).statuses == (TakeStatus.TORN if torn else TakeStatus.TAKEN,)
+    assert offer.node.numbers()["taken"] == (not torn)
+    assert offer.node.numbers()["num_pages"] == (not torn)
+
+
+async def test_a_page_whose_reservation_has_ended_by_the_time_it_was_read_is_unread(
+    cluster: StoreCluster, world: World
+) -> None:
+    """The process stood still for longer than a lease."""
+    offer = await offered(cluster, world)
+    offer.node._directory.tick(deadline_after(3600.0), 0)
+    assert offer.node.numbers()["num_writing"] == 0
+    assert world.bulk_gate is not None
+    world.bulk_gate.set()
+    assert (await offer.answer).statuses == (TakeStatus.UNREAD,)
+    assert (offer.node.numbers()["taken"], offer.node.numbers()["stale_commits"]) == (0, 1)
+    assert nothing_is_owed(offer.node)
 
 
 async def test_an_offer_with_an_impossible_checksum_or_token_takes_nothing(

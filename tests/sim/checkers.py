@@ -5,10 +5,12 @@ watched by ``node_watch.py``. Both see messages and results only: a directory th
 wrongly and consistently is still found out. Each checker has a name; a broken one ends the run::
 
     integrity     what a reader was told it has READ are the bytes that belong to the key
-    visibility    nothing is matched or leased that was not committed (or on the SSD), whole
+    visibility    nothing is matched, leased, or said to be taken or present that was not committed
+                  (or on the SSD), whole
     lease safety  memory promised to a reader or a writer is not granted to another meanwhile, nor
                   read into by the node when it has been granted to another
-    fencing       a commit or abort by an old name changes nothing; a name is never used twice
+    fencing       a commit or abort by an old name changes nothing; a name is never used twice; what
+                  is asked of another incarnation is refused
     conservation  the node's own books: free + writing + ready + owed = total
     completion    every call ends once, by its deadline, with one outcome for each page
     quiescence    when everybody has finished, no promise is left

@@ -23,15 +23,20 @@ from kvstore.messages import (
     PagesCommitted,
     PagesMatched,
     PagesReserved,
+    PagesTaken,
     ReleasePages,
     RenewLeases,
     ReservePages,
     ReserveStatus,
     StoreDone,
+    StoreOpened,
+    TakePages,
+    TakeStatus,
     states_of,
     unpack_keys,
 )
 from kvstore.page import PageKey, PageSpec
+from kvstore.replication.messages import CopiesTaken, CopyStatus, TakeCopies
 from kvstore.store import PageIdentity
 from kvstore.verify import same_identity
 from tests.sim.book import content
@@ -42,6 +47,8 @@ from transfer.identity import Role
 from transfer.interface import Range
 
 Name = tuple[PageKey, int]  # key, generation
+FENCED = (CommitPages, AbortPages, ReleasePages, RenewLeases)  # refused at another incarnation
+TELLING = (StoreOpened, PagesReserved, PagesAcquired)  # at which one the node is
 
 
 class _Grant(NamedTuple):
@@ -54,6 +61,7 @@ class _Grant(NamedTuple):
 
 
 class _ReadLease(NamedTuple):
+    incarnation: str
     until_s: float
     pages: dict[int, tuple[int, int]]  # by generation: first and last byte + 1
 
@@ -87,12 +95,14 @@ class NodeWatch:
         self._latest: dict[PageKey, int] = {}
         self._ready: dict[Name, None] = {}
         self._committed: dict[PageKey, None] = {}
+        self._taken_s: dict[PageKey, float] = {}  # when the node last committed what it had read
         self._writes: dict[Name, None] = {}  # grants under a writer's promise
         self._owners: dict[int, tuple[int, int]] = {}  # by first byte: last byte + 1, generation
         self._leases: dict[int, _ReadLease] = {}
         self._generations: dict[int, PageKey] = {}
         self._asker: Role | None = None  # of the message that has just been answered
-        self._incarnation = ""  # that the last leases are of
+        self._incarnation: str | None = None  # that the node has said it is
+        self._ended_s: dict[str, float] = {}  # by incarnation that it was before: until when
         self._before: dict[type, Callable[[Any], None]] = {
             AbortPages: self._aborting,
             AcquirePages: self._acquiring,
@@ -105,6 +115,8 @@ class NodeWatch:
             AcquirePages: self._acquired,
             RenewLeases: self._renewed,
             MatchPages: self._matched,
+            TakePages: self._taken,
+            TakeCopies: self._copied,
         }
 
     def add_to(self, service: Service) -> None:
@@ -117,12 +129,16 @@ class NodeWatch:
             look(message)
 
     def answered(self, message: Any, caller: Caller, reply: Any, started_s: float) -> None:
+        if type(reply) in TELLING:
+            self._told(reply.incarnation)
+        elif type(message) in FENCED:
+            self._fenced(message, started_s)
         look = self._after.get(type(message))
         if look is not None:
             self._asker = caller.peer.role
             look(message, reply, started_s)
         if type(reply) is PagesCommitted and caller.peer.node_id == self.name:
-            self._own_writes_end(message)
+            self._own_writes_end(message, reply)
 
     def failed(self, message: Any, error: BaseException) -> None:
         self._checks.report("soundness", f"{self.name}: {message!r:.200}: {error!r}")
@@ -135,11 +151,28 @@ class NodeWatch:
     def _broken(self, checker: str, *what: object) -> None:
         self._checks.report(checker, " ".join([f"{self.name}:", *map(str, what)]))
 
+    # ---- incarnations
+
+    def _told(self, incarnation: str) -> None:
+        if incarnation == self._incarnation:
+            return
+        if self._incarnation is not None:
+            self._ended_s[self._incarnation] = _now_s()
+        self._incarnation = incarnation
+
+    def _fenced(self, message: Any, started_s: float) -> None:
+        """What was asked of another incarnation is refused, whatever it was: it is not answered."""
+        named = message.incarnation
+        now = named == self._incarnation or self._ended_s.get(named, -1.0) >= started_s
+        self._require(now, "fencing", "answered at", self._incarnation, "to", message)
+
     # ---- writers
 
     def _reserved(self, message: ReservePages, reply: PagesReserved, started_s: float) -> None:
         nbytes = message.spec.page_nbytes
         for page, grant in zip(message.pages, reply.grants, strict=True):
+            if grant.status is ReserveStatus.PRESENT:
+                self._require_present(page.key)
             if grant.status is not ReserveStatus.GRANTED:
                 continue
             generation = grant.generation
@@ -211,10 +244,34 @@ class NodeWatch:
             whole = self._holds(page.key, grant.offset, grant.nbytes, grant.num_tokens)
             self._require(whole, "visibility", "committed without the bytes of", page)
 
-    def _own_writes_end(self, message: CommitPages) -> None:
+    def _own_writes_end(self, message: CommitPages, reply: PagesCommitted) -> None:
         """The node itself read what it commits: no byte of it is late, whatever became of it."""
-        for page in message.pages:
+        for page, status in zip(message.pages, reply.statuses, strict=True):
             self._writes.pop((page.key, page.generation), None)
+            if status is CommitStatus.READY:
+                self._taken_s[page.key] = _now_s()
+
+    def _taken(self, message: TakePages, reply: PagesTaken, started_s: float) -> None:
+        for page, status in zip(message.pages, reply.statuses, strict=True):
+            if status is TakeStatus.TAKEN:
+                self._require_taken(page.identity.key, started_s)
+            elif status is TakeStatus.PRESENT:
+                self._require_present(page.identity.key)
+
+    def _copied(self, message: TakeCopies, reply: CopiesTaken, started_s: float) -> None:
+        for page, status in zip(message.pages, reply.statuses, strict=True):
+            if status is CopyStatus.TAKEN:
+                self._require_taken(page.record.key, started_s)
+            elif status is CopyStatus.PRESENT:
+                self._require_present(page.record.key)
+
+    def _require_taken(self, key: PageKey, started_s: float) -> None:
+        taken = self._taken_s.get(key, -1.0) >= started_s
+        self._require(taken, "visibility", "taken but not committed:", key.hex())
+
+    def _require_present(self, key: PageKey) -> None:
+        present = key in self._committed or self._on_ssd(key)
+        self._require(present, "visibility", "present but never committed:", key.hex())
 
     def _holds(self, key: PageKey, offset: int, nbytes: int, num_tokens: int) -> bool:
         page = self._view()[offset : offset + nbytes]
@@ -239,20 +296,19 @@ class NodeWatch:
     # ---- readers
 
     def _acquiring(self, message: AcquirePages) -> None:
-        if message.first is not None and message.first.incarnation == self._incarnation:
+        if message.first is not None:
             self._releasing(message.first)
 
     def _acquired(self, message: AcquirePages, reply: PagesAcquired, started_s: float) -> None:
         if not reply.pages:
             return
-        self._incarnation = reply.incarnation
         for page in reply.pages:
             self._lease_page(page)
         pages = {p.generation: (p.offset, p.offset + p.record.page_nbytes) for p in reply.pages}
         until_s = _now_s() + reply.lease_s
         new = reply.lease_id not in self._leases
         self._require(new, "fencing", "a lease granted twice:", reply.lease_id)
-        self._leases[reply.lease_id] = _ReadLease(until_s, pages)
+        self._leases[reply.lease_id] = _ReadLease(reply.incarnation, until_s, pages)
 
     def _lease_page(self, page: LeasedPage) -> None:
         key = page.record.key
@@ -270,13 +326,20 @@ class NodeWatch:
 
     def _releasing(self, message: ReleasePages) -> None:
         for lease_id in (message.lease_id, *message.others):
-            self._leases.pop(lease_id, None)
+            if self._lease_of(message.incarnation, lease_id) is not None:
+                del self._leases[lease_id]
+
+    def _lease_of(self, incarnation: str, lease_id: int) -> _ReadLease | None:
+        """A number names another lease at another incarnation."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None or lease.incarnation != incarnation else lease
 
     def _renewed(self, message: RenewLeases, reply: LeasesRenewed, started_s: float) -> None:
         until_s = started_s + reply.lease_s
         for lease_id, renewed in zip(message.lease_ids, reply.leases, strict=True):
-            if renewed and lease_id in self._leases:
-                self._leases[lease_id] = self._leases[lease_id]._replace(until_s=until_s)
+            lease = self._lease_of(message.incarnation, lease_id)
+            if renewed and lease is not None:
+                self._leases[lease_id] = lease._replace(until_s=until_s)
         for page, renewed in zip(message.writes, reply.writes, strict=True):
             name = (page.key, page.generation)
             self._require(not renewed or name in self._grants, "fencing", "renewed:", page)

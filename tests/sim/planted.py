@@ -7,16 +7,18 @@ wrong and consistent must be found out all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 from kvstore.checksum import PageBytes
 from kvstore.client.lease import Lease as ClientLease
-from kvstore.messages import ReleasePages
+from kvstore.messages import CommitStatus, HoldSession, ReleasePages, StoreDone, TakeStatus
 from kvstore.page import PageKey
 from kvstore.replication import Replicator
+from kvstore.replication.messages import CopyStatus
 from kvstore.server.admission import Admission
 from kvstore.server.directory import Directory
 from kvstore.server.entry import Grant, Lease
@@ -24,6 +26,7 @@ from kvstore.server.handlers import StoreHandlers
 from kvstore.server.leases import Leases
 from kvstore.server.page_table import READY, WRITING
 from kvstore.server.reading import Reading
+from kvstore.server.sessions import Sessions
 from kvstore.server.writes import Writes
 from tests.sim.checkers import Violation
 from tests.sim.faults import FaultPlan
@@ -34,10 +37,13 @@ from tests.sim.take_scripts import (
     LATE,
     TIGHT,
     TIGHT_PAIRS,
+    a_foreign_release_comes_by_itself,
     a_foreign_release_comes_with_a_request,
+    a_reservation_ends_before_its_bytes_are_committed,
     a_store_stands_still_in_a_copy,
     a_store_stands_still_in_a_take,
 )
+from transfer.channel import Caller
 
 Patches = Callable[[], Sequence[Any]]
 
@@ -228,6 +234,51 @@ def _first_ignores_the_incarnation() -> Sequence[Any]:
     return [mock.patch.object(StoreHandlers, "_end_first", end_first)]
 
 
+def _ignores_the_incarnation(handler: str) -> Sequence[Any]:
+    """The handler does, and no other one."""
+    handle = getattr(StoreHandlers, handler)
+
+    def unfenced(self: StoreHandlers, message: Any, caller: Caller) -> Any:
+        with mock.patch.object(StoreHandlers, "_fence", return_value=None):
+            return handle(self, message, caller)
+
+    return [mock.patch.object(StoreHandlers, handler, unfenced)]
+
+
+# ---- say what is not so
+
+
+def _torn_is_said_to_be_taken() -> Sequence[Any]:
+    lie = {CommitStatus.TORN: TakeStatus.TAKEN}
+    return [mock.patch.dict("kvstore.server.taking._OUTCOMES", lie)]
+
+
+def _stale_is_said_to_be_taken() -> Sequence[Any]:
+    lie = {CommitStatus.STALE: TakeStatus.TAKEN}
+    return [mock.patch.dict("kvstore.server.taking._OUTCOMES", lie)]
+
+
+def _torn_copy_is_said_to_be_taken() -> Sequence[Any]:
+    lie = {CommitStatus.TORN: CopyStatus.TAKEN}
+    return [mock.patch.dict("kvstore.replication.receiving._OUTCOMES", lie)]
+
+
+def _no_session_is_held() -> Sequence[Any]:
+    async def hold(
+        self: Sessions, message: HoldSession, caller: Caller
+    ) -> AsyncIterator[StoreDone]:
+        raise KeyError(caller.peer.incarnation)
+        yield StoreDone()
+
+    return [mock.patch.object(Sessions, "hold", hold)]
+
+
+FENCED_OFF = {
+    "a release": "_release",
+    "a renewal": "_renew",
+    "a commit": "_commit",
+    "an abort": "_abort",
+}
 BUGS = {
     "a reader skips the checksum": Bug(_reader_skips_the_checksum, ("integrity",), 40),
     "a node skips the checksum": Bug(_node_skips_the_checksum, ("visibility",), 40),
@@ -264,4 +315,28 @@ BUGS = {
         scenario_of(a_foreign_release_comes_with_a_request, CONFIG),
         CALM,
     ),
+    **{
+        f"{what} ignores the incarnation": Bug(
+            functools.partial(_ignores_the_incarnation, handler),
+            ("fencing",),
+            4,
+            scenario_of(a_foreign_release_comes_by_itself, CONFIG),
+            CALM,
+        )
+        for what, handler in FENCED_OFF.items()
+    },
+    "what has arrived torn is said to be taken": Bug(
+        _torn_is_said_to_be_taken, ("visibility",), 40
+    ),
+    "a take that came too late is said to be taken": Bug(
+        _stale_is_said_to_be_taken,
+        ("visibility",),
+        4,
+        scenario_of(a_reservation_ends_before_its_bytes_are_committed, TIGHT, client_config=OFFERS),
+        CALM,
+    ),
+    "a copy that has arrived torn is said to be taken": Bug(
+        _torn_copy_is_said_to_be_taken, ("visibility",), 40
+    ),
+    "no session is held": Bug(_no_session_is_held, ("soundness",), 4),
 }

@@ -7,15 +7,30 @@ hands while somebody is late.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvstore.messages import AcquirePages, PagesAcquired, ReleasePages
+from kvstore.client.link import StoreLink
+from kvstore.messages import (
+    AbortPages,
+    AcquirePages,
+    CommitPages,
+    LeasesRenewed,
+    PageCommit,
+    PageGrant,
+    PagesAcquired,
+    PagesCommitted,
+    ReleasePages,
+    RenewLeases,
+    StoreDone,
+)
 from kvstore.replication.messages import TakeCopies
-from kvstore.store import GetOutcome, PageIdentity
+from kvstore.store import GetOutcome, PageIdentity, PutOutcome
 from tests.sim.book import SPEC
 from tests.sim.faults import FaultPlan
 from tests.sim.scripts import begin, done, pages_on
 from tests.sim.store_world import CLIENTS, CONFIG, STORES, StoreWorld
+from transfer.errors import RemoteFailed
 from transfer.interface import deadline_after
 
 WRITER, READER, RIVAL = CLIENTS
@@ -35,6 +50,9 @@ TIGHT = CONFIG.model_copy(
 TIGHT_PAIRS = TIGHT.model_copy(update={"replicas": 2})
 SLOW_BYTES_PER_S = 1500.0  # a read takes longer than a node waits for it
 STILL_S = 0.9  # longer than a reservation, shorter than a heartbeat may be late
+LATE_COMMIT_S = 0.7  # longer than a reservation, shorter than a writer waits for a node
+
+Foreign = Callable[[StoreLink, ReleasePages], Coroutine[Any, Any, None]]  # sends it
 
 
 async def a_store_stands_still_in_a_take(world: StoreWorld) -> None:
@@ -70,6 +88,27 @@ async def a_store_stands_still_in_a_copy(world: StoreWorld) -> None:
     await _nothing_is_wrong(world, [*mine, *theirs])
 
 
+async def a_reservation_ends_before_its_bytes_are_committed(world: StoreWorld) -> None:
+    """The store stands still when it has read them; its writer waits for longer than that."""
+    pages = pages_on(world, STORE, NUM_READ)
+    commits: list[Any] = []
+
+    async def stand_still(store: str, message: Any) -> None:
+        world.hooks.clear()
+        commits.append(message)
+        world.cluster.pause(store)
+        await asyncio.sleep(TIGHT.tick_s)  # what is due meanwhile comes first: reservations end
+
+    world.hooks[CommitPages] = stand_still
+    putting = begin(world, WRITER, world.put(WRITER, pages, timeout_s=8))
+    await world.cluster.until(lambda: bool(commits), timeout_s=1)
+    await asyncio.sleep(LATE_COMMIT_S)
+    world.cluster.resume(STORE)
+    assert {*await putting} == {PutOutcome.STORED}
+    assert world.nodes[STORE].numbers()["stale_commits"] == NUM_READ
+    assert {*await done(world, READER, world.get(READER, pages))} == {GetOutcome.READ}
+
+
 def _copied_pages(world: StoreWorld) -> tuple[list[PageIdentity], str]:
     """Pages of ``STORE`` that belong on one other node, too, and that node."""
     placement = world.clients[WRITER].links._all.placement
@@ -98,6 +137,40 @@ async def _nothing_is_wrong(world: StoreWorld, pages: list[PageIdentity]) -> Non
 
 
 async def a_foreign_release_comes_with_a_request(world: StoreWorld) -> None:
+    """It is ignored, and the request is answered."""
+
+    async def ask(link: StoreLink, ended: ReleasePages) -> None:
+        message = AcquirePages(keys=(pages_on(world, STORE, 4)[3].key,), first=ended)
+        await link.call(message, PagesAcquired, deadline_s=deadline_after(2))
+
+    await _foreign_release(world, ask)
+
+
+async def a_foreign_release_comes_by_itself(world: StoreWorld) -> None:
+    """It is refused, and so is all else that is asked of the former life."""
+    refused: list[str] = []
+
+    async def ask(link: StoreLink, message: Any, reply: type[Any]) -> None:
+        try:
+            await link.call(message, reply, deadline_s=deadline_after(2))
+        except RemoteFailed as error:
+            refused.append(error.code)
+
+    async def send(link: StoreLink, ended: ReleasePages) -> None:
+        life, key = ended.incarnation, pages_on(world, STORE, 1)[0].key
+        await ask(link, ended, StoreDone)
+        renewal = RenewLeases(incarnation=life, lease_ids=(ended.lease_id,), writes=())
+        await ask(link, renewal, LeasesRenewed)
+        commit = CommitPages(incarnation=life, pages=(PageCommit(key, 1, bytes(16)),))
+        await ask(link, commit, PagesCommitted)
+        abort = AbortPages(incarnation=life, pages=(PageGrant(key, 1),), quiet=True)
+        await ask(link, abort, StoreDone)
+
+    await _foreign_release(world, send)
+    assert refused == ["stale_incarnation"] * 4
+
+
+async def _foreign_release(world: StoreWorld, send: Foreign) -> None:
     """A release of a former life of the node names a lease that now is somebody else's."""
     ended = await _lost_release(world)
     await world.restart(STORE)
@@ -113,9 +186,7 @@ async def a_foreign_release_comes_with_a_request(world: StoreWorld) -> None:
     await world.cluster.until(lambda: len(leases) > 0, timeout_s=1)
     assert [lease.lease_id for lease in leases] == [ended.lease_id], "the new life counts anew"
     link = next(k for k in world.clients[RIVAL].links.all() if k.node_id == STORE)
-    message = AcquirePages(keys=(others[0].key,), first=ended)
-    call = link.call(message, PagesAcquired, deadline_s=deadline_after(2))
-    await done(world, RIVAL, call)
+    await done(world, RIVAL, send(link, ended))
     for start in range(0, 20, 5):
         await done(world, RIVAL, world.put(RIVAL, others[start : start + 5]))
     assert {*await reading} == {GetOutcome.READ}

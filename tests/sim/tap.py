@@ -7,13 +7,14 @@ answers at once goes on to do so: it makes no task, watched or not. Knows no mes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, cast
 
 from tests.sim.loop import OUR_ERRORS
 from transfer.channel import Caller, Service
 
-Handler = Callable[[Any, Caller], Any]  # its answer, or an awaitable of it
+Handler = Callable[[Any, Caller], Any]  # its answer, an awaitable of it, or its items
 Hook = Callable[[str, Any], Awaitable[None]]
 
 
@@ -24,7 +25,9 @@ class Witness(Protocol):
 
     def asked(self, message: Any) -> None: ...
 
-    def answered(self, message: Any, caller: Caller, reply: Any, started_s: float) -> None: ...
+    def answered(self, message: Any, caller: Caller, reply: Any, started_s: float) -> None:
+        """``reply`` is what it was answered, or one item of a stream."""
+        ...
 
     def failed(self, message: Any, error: BaseException) -> None:
         """A handler failed by an error of its own; it would be answered as an internal one."""
@@ -39,10 +42,13 @@ def tap(service: Service, witness: Witness, hooks: Mapping[type, Hook]) -> None:
     """
     requests = cast("dict[type, Handler]", service.requests)
     prompt = cast("dict[type, Handler]", service.prompt)
+    streams = cast("dict[type, Handler]", service.streams)
     for kind, handler in requests.items():
         requests[kind] = _Tap(handler, witness, hooks).in_time
     for kind, handler in prompt.items():
         prompt[kind] = _Tap(handler, witness, hooks).at_once
+    for kind, handler in streams.items():
+        streams[kind] = _Tap(handler, witness, hooks).in_pieces
 
 
 class _Tap:
@@ -64,6 +70,25 @@ class _Tap:
         if type(message) in self._hooks:
             return self.in_time(message, caller)
         return self._ask(message, caller)
+
+    async def in_pieces(self, message: Any, caller: Caller) -> AsyncIterator[Any]:
+        """Closed early, it closes the handler's own items before it is closed itself."""
+        hook = self._hooks.get(type(message))
+        if hook is not None:
+            await hook(self._witness.name, message)
+        started_s = asyncio.get_running_loop().time()
+        self._witness.asked(message)
+        try:
+            async with AsyncExitStack() as stack:
+                items = self._handler(message, caller)
+                if (aclose := getattr(items, "aclose", None)) is not None:
+                    stack.push_async_callback(aclose)
+                async for item in items:
+                    self._witness.answered(message, caller, item, started_s)
+                    yield item
+        except OUR_ERRORS as error:
+            self._witness.failed(message, error)
+            raise
 
     def _ask(self, message: Any, caller: Caller) -> Any:
         started_s = asyncio.get_running_loop().time()

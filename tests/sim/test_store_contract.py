@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
@@ -18,6 +19,7 @@ import pytest
 from kvstore.client.matching import PageMatcher
 from kvstore.client.store_client import StoreClient
 from kvstore.store import PageState
+from tests.kvstore import contract
 from tests.kvstore.contract import PageStoreContract, Stores
 from tests.sim.book import SPEC
 from tests.sim.faults import FaultPlan
@@ -125,9 +127,13 @@ def test_a_store_that_breaks_the_contract_is_found_out_in_the_simulation() -> No
     test(stores=Simulation(1, FaultPlan()))  # type: ignore[arg-type]
     with (
         mock.patch.object(PageMatcher, "run", return_value=[PageState.READY] * 4),
-        pytest.raises(AssertionError),
+        pytest.raises(AssertionError) as found,
     ):
         test(stores=Simulation(1, FaultPlan()))  # type: ignore[arg-type]
+    said = found.traceback[-1]
+    assert type(found.value) is AssertionError, "no checker of the simulation"
+    assert (said.path, said.name) == (Path(contract.__file__), test.__name__), "but the suite"
+    assert "states == [PageState.READY] * 2" in str(said.statement)
 
 
 def test_every_test_of_the_suite_runs_in_the_simulation() -> None:

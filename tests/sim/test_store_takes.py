@@ -27,7 +27,9 @@ from tests.sim.take_scripts import (
     TIGHT,
     TIGHT_PAIRS,
     WRITER,
+    a_foreign_release_comes_by_itself,
     a_foreign_release_comes_with_a_request,
+    a_reservation_ends_before_its_bytes_are_committed,
     a_store_stands_still_in_a_copy,
     a_store_stands_still_in_a_take,
 )
@@ -156,6 +158,14 @@ def test_a_node_that_cannot_reach_back_says_unread_and_is_written_to() -> None:
 
 def test_a_release_of_a_former_life_that_comes_with_a_request_ends_no_lease() -> None:
     play(a_foreign_release_comes_with_a_request, CONFIG)
+
+
+def test_what_is_asked_of_a_former_life_is_refused_and_ends_no_lease() -> None:
+    play(a_foreign_release_comes_by_itself, CONFIG)
+
+
+def test_a_take_whose_reservation_has_ended_is_not_said_to_be_taken() -> None:
+    play(a_reservation_ends_before_its_bytes_are_committed, TIGHT, client_config=OFFERS)
 
 
 def test_all_pages_of_a_take_fit_one_offer() -> None:
