@@ -33,7 +33,7 @@ from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
 
 from transfer.errors import PeerClosed
-from transfer.vigil import SPIN_S, Vigil
+from transfer.vigil import Vigil
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -69,8 +69,8 @@ class _Selector(selectors.DefaultSelector):
         return events
 
     def _stay_awake(self, timeout: float | None) -> Events:
-        """Look again and again while more is expected; not if a timer is due before long."""
-        if timeout is not None and timeout < SPIN_S:
+        """Look again and again while more is expected; not if a timer is due before that ends."""
+        if timeout is not None and self.vigil.look_from(self.clock() + timeout):
             return []
         lasts = self.vigil.look_from(self.clock())
         while lasts:

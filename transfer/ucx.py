@@ -69,7 +69,7 @@ class UcxTransport:
         self._context: Context | None = None
         self._resolver = Resolver()
         self._farewells = Farewells()
-        self._peers: dict[tuple[str, str], UcxPeer] = {}  # touched on the ucx loop only
+        self._peers: dict[tuple[str, str], UcxPeer] = {}  # on the ucx loop, or lent
         try:
             self._sock = listen(config.host, config.ucx_port or port_beside(beside))
         except PeerUnreachable:

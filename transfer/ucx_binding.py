@@ -62,7 +62,7 @@ class Flight(Protocol):
 
 
 class Worker(Protocol):
-    """The end of one connection. Used on one thread.
+    """The end of one connection. Used on the ucx loop, or while that is lent: by one at a time.
 
     ``send`` and ``receive`` raise ``BlockingIOError`` when UCX is out of resources for the moment.
 

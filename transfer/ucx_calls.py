@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 LIBRARY = "libucp.so.0"  # loaded already, by ucxx
 
+STATUS = ctypes.c_int8  # ucs_status_t is a packed enum: whoever reads more finds 240 for -16
 IN_PROGRESS = 1
 NO_RESOURCE = -2
-TRUNCATED = -10
+TRUNCATED = -9
 _FIRST_ERROR = (1 << 64) - 100  # a pointer from here on is an error, UCS_PTR_IS_ERR
 _FIELD_DATATYPE, _FIELD_MEMORY_TYPE = 1 << 3, 1 << 6
 _BYTES, _RUNS = 1 << 3, 2  # ucp_dt_make_contig(1), ucp_dt_make_iov()
@@ -84,7 +85,10 @@ class Refused(Exception):
 
 
 class Calls:
-    """The functions, for one thread. Raises ``OSError`` or ``AttributeError`` if there are none."""
+    """The functions, for one thread at a time.
+
+    Raises ``OSError`` or ``AttributeError`` if there are none.
+    """
 
     def __init__(self) -> None:
         library = ctypes.PyDLL(LIBRARY)
@@ -99,7 +103,7 @@ class Calls:
         self._found = _Found()
         self._found_at = ctypes.addressof(self._found)
         self.status = library.ucp_request_check_status
-        self.status.argtypes, self.status.restype = [pointer], ctypes.c_int
+        self.status.argtypes, self.status.restype = [pointer], STATUS
         self.free = library.ucp_request_free
         self.free.argtypes, self.free.restype = [pointer], None
 

@@ -1,7 +1,8 @@
 """The side of ucx that asks: the connection to one peer, and its requests.
 
-Owns requests in flight and their window. Runs on the ucx loop only. The peer is one incarnation at
-one address; a restart is another peer.
+Owns requests in flight and their window. Runs on the ucx loop, or while that is lent (``submit``,
+which therefore ends no connection and never asks for the running loop). The peer is one incarnation
+at one address; a restart is another peer.
 
 A request ends when the owner has answered *and* no piece of it is under way. The answer alone is
 not enough, nor are the bytes: an owner whose region was revoked in between sends no success.

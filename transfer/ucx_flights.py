@@ -3,7 +3,9 @@
 Owns the list of flights with the freight that each belongs to. Knows no peers and no tags; the
 connection (``UcxLink``) posts flights and asks which have completed.
 
-Invariant: whoever waits for a flight is told once: when it has completed, or when it is given up.
+Invariant: whoever waits for a flight is told once: when it has completed, or when it is given up;
+of one that has failed, when the connection has been cut for it. So nobody answers for it on a
+connection that is broken, as if the failure were something else.
 """
 
 from __future__ import annotations
@@ -40,34 +42,38 @@ class Flights:
         """Remember a flight.
 
         Args:
-            settle: called once, with what it failed with; it may post others.
+            settle: called once, with why its connection was cut; it may post others.
         """
         self._aboard.append((flight, freight, settle))
 
     def settle(self) -> bool:
-        """Let go of the flights that have completed; False if none has.
+        """Let go of the flights that have moved every byte; False if none has.
 
         Raises:
-            TransferError: the first failure of one; all of them were told before.
+            TransferError: the first failure, of a flight or of who was told. The connection is to
+                be cut: flights that have failed stay until then.
         """
         done: list[_Aboard] = []
         left: list[_Aboard] = []
-        for each in self._aboard:
-            (done if each[0].completed else left).append(each)
-        if not done:
-            return False
-        self._aboard = left
         failure: TransferError | None = None
-        for flight, _, settle in done:  # also after a failure: somebody may wait for its memory
+        for each in self._aboard:
+            flight = each[0]
+            if not flight.completed:
+                left.append(each)
+            elif (error := flight.error()) is None:
+                done.append(each)
+            else:
+                left.append(each)
+                failure = failure or error
+        self._aboard = left
+        for _, _, settle in done:  # also after a failure: somebody may wait for its memory
             try:
-                error = flight.error()
-                settle(error)
+                settle(None)
             except TransferError as broken:
-                error = broken
-            failure = failure or error
+                failure = failure or broken
         if failure is not None:
             raise failure
-        return True
+        return bool(done)
 
     def settle_cut(self, error: TransferError) -> None:
         """The worker was broken off: let go of the flights that have completed."""

@@ -1,12 +1,14 @@
 """One ucx connection: messages out, messages in, and getting rid of it.
 
-Owns the worker, the lifeline and every flight between them and memory. Runs on the ucx loop only;
-the worker's descriptor is in that loop, so an idle connection costs nothing. Knows no requests of
+Owns the worker, the lifeline and every flight between them and memory. Runs on the ucx loop, or
+while that is lent; there only ``send``, ``ship`` and ``expect``, which leave turns and ends to it.
+The worker's descriptor is in the loop: an idle connection costs nothing. Knows no requests of
 either side: ``Freight`` says which bytes, the handler says what control messages mean.
 
 A turn: make progress, settle what has completed, take what has arrived, land and send pieces, and
-sleep if UCX agrees. Pieces under way are bounded, in number and bytes, so what is called off is
-quiet soon; control messages overtake pieces that wait to be landed.
+sleep if UCX agrees. Where UCX is out of resources, the rest of the turn is tried again a little
+later. Pieces under way are bounded, in number and bytes, so what is called off is quiet soon;
+control messages overtake pieces that wait to be landed.
 
 ::
 
@@ -35,7 +37,6 @@ from transfer.ucx_codec import (
     MAX_CONTROL_NBYTES,
     Control,
     decode_control,
-    encode_control,
     pack_tag,
     unpack_tag,
 )
@@ -43,7 +44,9 @@ from transfer.ucx_farewell import Farewells
 from transfer.ucx_flights import Flights
 from transfer.ucx_freight import Delivery, Shipment
 from transfer.ucx_lifeline import Lifeline
+from transfer.ucx_outbox import Outbox
 from transfer.ucx_pieces import Piece
+from transfer.ucx_quota import Quota
 from transfer.ucx_rest import Rest
 from transfer.ucx_watch import LinkWatch
 
@@ -57,7 +60,6 @@ MAX_RECEIVED_NBYTES = 8 << 20
 MAX_WAITING = 1 << 15  # pieces that wait to be landed: a window of the smallest, and to spare
 RETRY_S = 0.001  # when UCX is out of resources
 MAX_ROUNDS = 16  # of one turn, before other connections get theirs
-MAX_CONTROL_FLIGHTS = 4096  # control messages that wait for a peer to take them
 
 
 class LinkHandler(Protocol):
@@ -106,14 +108,17 @@ class UcxLink:
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._flights = Flights(worker)
+        self._outbox = Outbox(worker, self._flights, pack_tag(peer, 0, 0))
         self._shipments: deque[Shipment] = deque()
         self._deliveries: dict[int, Delivery] = {}
         self._arrived: deque[_Arrived] = deque()
-        self._num_sends = self._num_receives = self._num_controls = 0
-        self._sent_nbytes = self._received_nbytes = 0  # of those pieces
+        self._sends = Quota(MAX_SENDS, MAX_SENT_NBYTES)
+        self._receives = Quota(MAX_RECEIVES, MAX_RECEIVED_NBYTES)
+        self._refused: Message | None = None  # by UCX, for now: it is taken next
         self._reads_control = False
         self._rest = Rest(worker, self._loop.time)
         self._kicked = False
+        self._retry: asyncio.TimerHandle | None = None
         self._watch = LinkWatch(
             lifeline, lambda: self._busy, lambda: self._flights.unwanted, self.close
         )
@@ -141,24 +146,21 @@ class UcxLink:
             self._loop.call_soon(self._turn)
 
     def send(self, message: Control) -> None:
-        """Send a control message; a peer that never takes them is dropped."""
+        """Send a control message; a peer that never takes them is dropped.
+
+        Raises nothing: whoever asked is told as of any lost connection, and not from in here.
+        """
         if self.closed:
             return
-        if self._num_controls >= MAX_CONTROL_FLIGHTS:
-            self.close(PeerLost(f"{self.name} asks and does not take the answers"))
-            return
-        data = encode_control(message)
         try:
-            flight = self._worker.send(data, pack_tag(self._peer, 0, 0))
+            if self._outbox.full:
+                raise PeerLost(f"{self.name} asks and does not take the answers")
+            self._outbox.put(message)
+            self._outbox.post()
         except TransferError as error:
-            self._loop.call_soon(self._fail, error)  # whoever asked is told as of any lost one
-            return
-        self._num_controls += 1
-
-        def settle(_error: TransferError | None) -> None:
-            self._num_controls -= 1
-
-        self._flights.post(flight, None, settle)
+            self._loop.call_soon(self._fail, error)
+        except BlockingIOError:
+            pass  # a turn tries again
         self.kick()
 
     def ship(self, shipment: Shipment) -> None:
@@ -180,10 +182,15 @@ class UcxLink:
             if not self._work():
                 self.kick()
         except BlockingIOError:
-            self._loop.call_later(RETRY_S, self.kick)
+            if self._retry is None:
+                self._retry = self._loop.call_later(RETRY_S, self._try_again)
         except TransferError as error:
             self._fail(error)
         self._watch.start()
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self.kick()
 
     def _work(self) -> bool:
         """Do what there is to do; False if the turn was over before."""
@@ -192,7 +199,7 @@ class UcxLink:
             if self.closed:
                 return True
             self._worker.progress()
-            busy = self._settle() | self._take() | self._land() | self._load()
+            busy = self._settle() | self._take() | self._land() | self._outbox.post() | self._load()
             if busy:
                 self._rest.disturb()
                 self._alarm.end_pause()
@@ -227,11 +234,15 @@ class UcxLink:
         """Look at what has arrived. What follows a control message waits until it is read."""
         took = False
         while not (self.closed or self._reads_control):
-            message = self._worker.probe()
+            message, self._refused = self._refused or self._worker.probe(), None
             if message is None:
                 break
             took = True
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except BlockingIOError:
+                self._refused = message
+                raise
             if self._reads_control:  # a short one has been read by now
                 self._settle()
         return took
@@ -258,6 +269,7 @@ class UcxLink:
             self._drop(message)
             raise FrameInvalid(f"a control message of {message.nbytes} bytes")
         data = bytearray(message.nbytes)
+        flight = self._worker.receive(message, data)
         self._reads_control = True
 
         def settle(error: TransferError | None) -> None:
@@ -265,43 +277,40 @@ class UcxLink:
             if error is None and not self.closed:
                 self._handler.on_control(decode_control(memoryview(data)))
 
-        self._flights.post(self._worker.receive(message, data), None, settle)
+        self._flights.post(flight, None, settle)
 
     def _land(self) -> bool:
         """Receive pieces into memory, in the order of their arrival; drop what nobody wants."""
         landed = False
         while self._arrived and not self.closed:
-            message, delivery, index = self._arrived[0]
-            if not (self._may_receive or delivery.unwanted):
+            message, delivery, index = arrived = self._arrived[0]
+            if not (self._receives.has_room or delivery.unwanted):
                 break
             found = delivery.berth(index, message.nbytes)
-            if found is None:
-                self._drop(message)
-            else:
-                self._receive_piece(message, delivery, index, *found)
-            self._arrived.popleft()
+            self._arrived.popleft()  # whatever UCX says, but for one thing it is gone
+            try:
+                if found is None:
+                    self._drop(message)
+                else:
+                    self._receive_piece(message, delivery, index, *found)
+            except BlockingIOError:
+                self._arrived.appendleft(arrived)
+                raise
             landed = True
         return landed
-
-    @property
-    def _may_receive(self) -> bool:
-        return self._num_receives < MAX_RECEIVES and self._received_nbytes < MAX_RECEIVED_NBYTES
 
     def _receive_piece(
         self, message: Message, delivery: Delivery, index: int, piece: Piece, berth: object
     ) -> None:
         try:
             flight = self._worker.receive(message, berth)
-        except BlockingIOError:
+        except (BlockingIOError, TransferError):
             delivery.put_back(index)
             raise
-        nbytes = piece.nbytes
-        self._num_receives += 1
-        self._received_nbytes += nbytes
+        self._receives.begin(piece.nbytes)
 
         def settle(error: TransferError | None) -> None:
-            self._num_receives -= 1
-            self._received_nbytes -= nbytes
+            self._receives.end(piece.nbytes)
             delivery.landed(piece, berth, failed=error is not None)
 
         self._flights.post(flight, delivery, settle)
@@ -310,9 +319,9 @@ class UcxLink:
         self._flights.post(self._worker.drop(message), None, _nothing)
 
     def _load(self) -> bool:
-        """Send pieces, one of each shipment in turn."""
+        """Send pieces, one of each shipment in turn; none ahead of what announces it."""
         loaded = False
-        while self._shipments and self._may_send and not self.closed:
+        while self._shipments and self._sends.has_room and not (self._outbox or self.closed):
             shipment = self._shipments[0]
             piece = shipment.load()
             if piece is None:
@@ -323,23 +332,17 @@ class UcxLink:
             loaded = True
         return loaded
 
-    @property
-    def _may_send(self) -> bool:
-        return self._num_sends < MAX_SENDS and self._sent_nbytes < MAX_SENT_NBYTES
-
     def _send_piece(self, shipment: Shipment, index: int, nbytes: int, data: object) -> None:
         tag = pack_tag(self._peer, shipment.request, index)
         try:
             flight = self._worker.send(data, tag)
-        except BlockingIOError:
+        except (BlockingIOError, TransferError):
             shipment.put_back()
             raise
-        self._num_sends += 1
-        self._sent_nbytes += nbytes
+        self._sends.begin(nbytes)
 
         def settle(error: TransferError | None) -> None:
-            self._num_sends -= 1
-            self._sent_nbytes -= nbytes
+            self._sends.end(nbytes)
             shipment.sent(failed=error is not None)
 
         self._flights.post(flight, shipment, settle)
@@ -351,7 +354,8 @@ class UcxLink:
     @property
     def _busy(self) -> bool:
         stuck = self._rest.pause_s is not None  # UCX has something under way on its own account
-        return not self.closed and (stuck or bool(self._flights) or self._handler.busy)
+        waits = stuck or bool(self._flights) or bool(self._outbox)
+        return not self.closed and (waits or self._handler.busy)
 
     async def finish(self) -> None:
         """Say goodbye, then close."""
@@ -369,9 +373,10 @@ class UcxLink:
         self._watch.stop()
         self._alarm.stop()
         sock = self._lifeline.let_go()
-        for message, _, _ in self._arrived:
-            with suppress(TransferError):  # one that UCX has given up already
-                self._worker.drop(message)
+        for message in (*(message for message, _, _ in self._arrived), self._refused):
+            with suppress(TransferError, BlockingIOError):  # it goes with the worker
+                if message is not None:
+                    self._worker.drop(message)
         self._arrived.clear()
         self._worker.break_off()
         self._flights.settle_cut(error)

@@ -32,7 +32,7 @@ class UcxRequest:
 
 
 class UcxOperation:
-    """Created on the application's loop; everything but ``wait`` is called on the ucx loop.
+    """Created on the application's loop; all but ``wait`` is called on the ucx loop, or lent.
 
     It is also the ``Access`` of its own freight: open until it has been finished.
     """

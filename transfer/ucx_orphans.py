@@ -21,8 +21,9 @@ import ctypes
 import logging
 from typing import Protocol
 
+from transfer.ucx_calls import LIBRARY
+
 _LOG = logging.getLogger(__name__)
-LIBRARY = "libucp.so.0"  # loaded already, by ucxx
 kept_for_good: list[object] = []  # workers; there is no limit, as there is no other safe place
 
 

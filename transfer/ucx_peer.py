@@ -1,7 +1,8 @@
 """One peer as ucx sees it: an incarnation at an address, with the connection to it.
 
 Owns the connection, the operations that wait for it, and the back-off between failed connects.
-Knows no messages. Runs on the ucx loop only. A restart of the peer is another ``UcxPeer``.
+Knows no messages. Runs on the ucx loop, or while that is lent (``quiet``, and ``submit`` if so).
+A restart of the peer is another ``UcxPeer``.
 
 ::
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 
 from transfer.errors import PeerClosed, PeerLost, TransferError
 from transfer.ucx_binding import (
+    INSTALL,
     Context,
     Flight,
     Message,
@@ -176,24 +178,24 @@ class UcxxWorker:
 
     def drop(self, message: Message) -> Flight:
         place = place_of(0, 0, None)
-        try:
-            request = self._take(message, place)
-        except PeerLost:  # it was short, and is gone: nothing is what was asked for
-            request = None
+        request = self._take(message, place, nothing=True)
         return _keep(self._receives, _Dropped(self._calls, request, place))
 
-    def _take(self, message: Message, place: Place) -> int | None:
+    def _take(self, message: Message, place: Place, *, nothing: bool = False) -> int | None:
         assert isinstance(message.handle, int), "a message of another binding"
         try:
             return self._calls.receive(self._handle, place, message.handle)
         except Refused as refused:
+            if nothing and refused.status == TRUNCATED:  # it is gone, as was asked for
+                return None
             raise _translated(refused) from refused
 
     def break_off(self) -> bool:
         if self._endpoint is None:
             return True
         while (message := self.probe()) is not None:
-            self.drop(message)
+            with suppress(TransferError, BlockingIOError):  # it goes with the worker
+                self.drop(message)
         self._orphaned = not self.quiet
         self._endpoint.close_blocking()  # by force: the endpoint has error handling
         for flight in (*self._sends, *self._receives):
@@ -248,8 +250,8 @@ class UcxxContext:
 
     dialect = DIALECT
 
-    def __init__(self, context: api.UCXContext) -> None:
-        self.calls = Calls()
+    def __init__(self, context: api.UCXContext, calls: Calls) -> None:
+        self.calls = calls
         self._context: api.UCXContext | None = context
         self._num_open = 0
         self._orphaned = False
@@ -279,13 +281,22 @@ class UcxxContext:
         self._context = None
 
 
+def _found_calls() -> Calls:
+    try:
+        return Calls()
+    except (OSError, AttributeError) as error:
+        raise UcxUnavailable(
+            f"ucx needs the library of UCX 1.11 or later: {error}; {INSTALL} brings one"
+        ) from error
+
+
 def open_context(options: dict[str, str]) -> Context:
     """See ``ucx_binding.Binding``."""
     features = (api.Feature.TAG, api.Feature.WAKEUP)
-    asked = dict(options)
+    asked, calls = dict(options), _found_calls()
     while True:
         try:
-            return UcxxContext(api.UCXContext(asked, features))
+            return UcxxContext(api.UCXContext(asked, features), calls)
         except (api.UCXConfigError, api.UCXInvalidParamError):
             unknown = next((name for name in OPTIONAL if name in asked), None)
             if unknown is None:

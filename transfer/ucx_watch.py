@@ -40,6 +40,7 @@ class LinkWatch:
         self._is_busy = is_busy
         self._has_unwanted = has_unwanted
         self._close = close
+        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._moved = False
         self._stuck_s = self._since_ping_s = 0.0
@@ -47,7 +48,7 @@ class LinkWatch:
     def start(self) -> None:
         """Look after the connection while it is busy. Idempotent."""
         if self._timer is None and self._is_busy():
-            self._timer = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+            self._timer = self._loop.call_later(WATCH_S, self._look)
 
     def stop(self) -> None:
         if self._timer is not None:

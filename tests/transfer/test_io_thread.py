@@ -13,7 +13,7 @@ import pytest
 from tests.transfer.bulk_harness import until
 from transfer.errors import PeerClosed
 from transfer.io_thread import Events, IoThread, _Selector
-from transfer.vigil import GAP_S, SPIN_S
+from transfer.vigil import GAP_S, SPIN_S, Vigil
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -250,6 +250,31 @@ async def test_a_thread_stays_awake_after_a_series_and_then_sleeps(
     looks = await after(thread, 2, waits)
     assert looks == [0] * len(looks)
     assert 1 < len(looks) <= SPIN_S / clock.step_s + 2, "awake for SPIN_S by its clock, no longer"
+    thread.stop()
+
+
+async def test_a_thread_sleeps_if_a_timer_is_due_before_its_own_vigil_ends(
+    waits: list[float | None],
+) -> None:
+    clock, fired, found = HeldClock(0.0), threading.Event(), list[float | None]()
+    thread = IoThread("test", clock, vigil=Vigil(spin_s=1000.0))
+    thread.start()
+
+    def fire() -> None:
+        found.extend(waits)
+        clock.now_s += 1000.0  # the vigil is over
+        fired.set()
+
+    def happen() -> None:
+        for _ in range(2):
+            thread.expect_more()
+        waits.clear()
+        thread.loop.call_later(100 * SPIN_S, fire)
+
+    thread.call(happen)
+    assert await asyncio.to_thread(fired.wait, JOIN_TIMEOUT_S)
+    assert found, "it has waited for the timer"
+    assert 0 not in found, "and asleep"
     thread.stop()
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tests.transfer.bulk_harness import MIB, checked_engines, pattern, soon, until, whole
+from tests.transfer.bulk_harness import (
+    MIB,
+    Engines,
+    checked_engines,
+    pattern,
+    soon,
+    until,
+    whole,
+)
 from tests.transfer.ucx_support import NEEDS_UCX
 from transfer.engine import TransferEngine
 from transfer.errors import PeerLost
 from transfer.interface import Range
+from transfer.ucx_operation import UcxOperation
 
 pytest.importorskip("ucxx")
-from transfer.ucx_binding import Runs, open_context
-from transfer.ucx_calls import NO_RESOURCE, TRUNCATED, Refused
+from transfer.ucx_binding import Flight, Runs, open_context
+from transfer.ucx_calls import IN_PROGRESS, NO_RESOURCE, STATUS, TRUNCATED, Refused
 from transfer.ucx_ucxx import UcxxFlight, UcxxWorker, _translated
 
 pytestmark = NEEDS_UCX
+CANCELED, RESET, TIMED_OUT = -16, -25, -80  # of a request; as UCX's header numbers them
 PAGE, NUM_PAGES = 368_640, 32
 TRANSPORTS = pytest.mark.parametrize("tls", ["tcp", "posix,self"])
 
@@ -104,30 +116,97 @@ async def test_a_small_read_on_a_quiet_connection_is_asked_from_the_callers_thre
         assert not handed_over, "the ucx thread slept: its loop could be lent"
 
 
+class Lent:
+    """Whether a read is being asked from the caller's thread; asyncio must not be asked then."""
+
+    def __init__(self, user: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert user._ucx is not None
+        self.num_times = 0
+        self._now = False
+        self._submit = user._ucx._submit_now
+        running = asyncio.get_running_loop
+
+        def watched() -> asyncio.AbstractEventLoop:
+            assert not self._now, "the running loop is not the lent one"
+            return running()
+
+        monkeypatch.setattr(user._ucx, "_submit_now", self.submit)
+        monkeypatch.setattr(asyncio, "get_running_loop", watched)
+
+    def submit(self, operation: UcxOperation) -> bool:
+        self._now = True
+        try:
+            lent = self._submit(operation)
+        finally:
+            self._now = False
+        self.num_times += lent
+        return lent
+
+
+async def quiet_pair(engines: Engines) -> tuple[TransferEngine, TransferEngine]:
+    """Return an owner and who has read from it; the ucx thread of that sleeps."""
+    owner, user = await engines.make(), await engines.make()
+    await small_read(owner, user)
+    await until(lambda: user._ucx is not None and user._ucx._io.try_now(lambda: True))
+    return owner, user
+
+
+async def test_a_read_for_which_ucx_is_out_of_resources_is_asked_a_little_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with checked_engines("ucx") as engines:
+        owner, user = await quiet_pair(engines)
+        lent, send, refusals = Lent(user, monkeypatch), UcxxWorker.send, iter(range(3))
+
+        def scarce(worker: UcxxWorker, buffer: object, tag: int) -> Flight:
+            if next(refusals, None) is not None:
+                raise BlockingIOError("status -2")
+            return send(worker, buffer, tag)
+
+        monkeypatch.setattr(UcxxWorker, "send", scarce)
+        await small_read(owner, user)
+        assert lent.num_times == 1
+        assert next(refusals, None) is None
+
+
+async def test_a_connection_that_a_borrower_finds_full_ends_on_its_own_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with checked_engines("ucx") as engines:
+        owner, user = await quiet_pair(engines)
+        lent = Lent(user, monkeypatch)
+        with monkeypatch.context() as full:
+            full.setattr("transfer.ucx_outbox.MAX_CONTROL_FLIGHTS", 0)
+            with pytest.raises(PeerLost, match="does not take"):
+                await small_read(owner, user)
+        assert lent.num_times == 1
+        await small_read(owner, user)
+
+
 def test_what_ucx_says_is_translated() -> None:
     assert isinstance(_translated(Refused(NO_RESOURCE)), BlockingIOError)
-    assert isinstance(_translated(Refused(-25)), PeerLost)
+    assert isinstance(_translated(Refused(RESET)), PeerLost)
 
 
 class _Calls:
-    """One request that ends with ``ends``."""
+    """One request that ends with ``ends``, which a byte of UCX must be able to say."""
 
     def __init__(self, ends: int) -> None:
         self._ends = ends
         self.freed: list[int] = []
 
     def status(self, _request: int) -> int:
-        return self._ends
+        return STATUS(self._ends).value
 
     def free(self, request: int) -> None:
         self.freed.append(request)
 
 
-@pytest.mark.parametrize("ends", [0, TRUNCATED, -25])
+@pytest.mark.parametrize("ends", [0, TRUNCATED, CANCELED, RESET, TIMED_OUT])
 def test_a_flight_keeps_its_buffer_until_it_has_completed_and_frees_its_request_once(
     ends: int,
 ) -> None:
-    calls, buffer = _Calls(1), bytearray(8)
+    calls, buffer = _Calls(IN_PROGRESS), bytearray(8)
     flight = UcxxFlight(calls, 7, buffer)  # type: ignore[arg-type]
     assert not flight.completed
     assert flight._keeps is buffer

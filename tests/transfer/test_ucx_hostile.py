@@ -20,6 +20,7 @@ from transfer.ucx_codec import MAX_CONTROL_NBYTES, Ask, Cancel, Done
 pytestmark = NEEDS_UCX
 NBYTES = 64 * 1024
 PIECE_NBYTES = 16 * 1024
+LONG_NBYTES = 32 << 20  # many fragments: it is seen before all of them have come
 
 
 class Scene:
@@ -123,6 +124,19 @@ async def test_messages_under_a_key_that_is_not_ours_are_dropped() -> None:
         it.raw.say(Cancel(5))
         assert isinstance(await it.raw.answer(), Done)
         assert it.region.view == before
+
+
+async def test_long_messages_that_are_dropped_in_fragments_cut_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To UCX each of them is one that was cut short, and it says so when the last has come."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+    async with scene() as it:
+        for number in range(3):
+            await it.raw.settled(it.raw.send(bytes(LONG_NBYTES), 9, number))  # no such request
+        it.raw.say(it.ask("w"))
+        it.raw.say(Cancel(5))
+        assert isinstance(await it.raw.answer(), Done)
 
 
 @pytest.mark.parametrize(
