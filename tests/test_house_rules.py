@@ -45,6 +45,7 @@ _SIMULATED_TRANSFER = (
     "lazy_timer",
     "registry",
     "registry_client",
+    "registry_view",
 )
 SIMULATED_FILES = {f"transfer/{name}.py" for name in _SIMULATED_TRANSFER}
 BANNED_IN_SIMULATION = {

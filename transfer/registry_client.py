@@ -14,7 +14,7 @@ restart of the registry the node registers again by itself. Knows no roles' work
 
 Whose node id another process has is told so at ``join`` once that one is known to be alive; one
 that was killed has the seat until its lease ends. The last view stays readable while the registry
-is away.
+is away; what it is after a restart of the registry decides ``registry_view.py``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from transfer.errors import (
 )
 from transfer.identity import Identity
 from transfer.kept_seat import KeptSeat, first_failure
+from transfer.lazy_timer import LazyTimer
 from transfer.membership import (
     TAKEN_RETRY_S,
     MembershipView,
@@ -49,6 +50,7 @@ from transfer.membership import (
 )
 from transfer.registry import (
     HEARTBEAT_S,
+    OWN_PAUSE_S,
     REFUSED,
     Answer,
     Heartbeat,
@@ -57,6 +59,7 @@ from transfer.registry import (
     Registry,
     Watch,
 )
+from transfer.registry_view import RegistryView
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,8 @@ class RegistryMembership(KeptSeat):
         self._info: NodeInfo | None = None
         self._status: Callable[[], NodeStatus] = NodeStatus
         self._channel: Channel | None = None
+        self._seen = RegistryView()
+        self._hold_timer = LazyTimer(self._hold_due)
 
     @property
     def view(self) -> MembershipView:
@@ -200,12 +205,37 @@ class RegistryMembership(KeptSeat):
         assert self._channel is not None
         deadline_s = asyncio.get_running_loop().time() + WATCH_S
         stream = self._channel.stream(Watch(), MembershipView, deadline_s=deadline_s)
-        async with aclosing(cast("AsyncGenerator[MembershipView, None]", stream)) as views:
-            async for view in views:
-                self._connected = True
-                self._subscribers.publish(view)
-                self._seat_taken()
+        try:
+            async with aclosing(cast("AsyncGenerator[MembershipView, None]", stream)) as views:
+                async for view in views:
+                    self._connected = True
+                    self._take_in(view, self._channel.peer)
+                    self._seat_taken()
+        finally:
+            self._hold_timer.cancel()  # while the registry is away nobody can come back
         raise PeerLost(f"the registry at {self._address} ended the watch")
+
+    def _take_in(self, view: MembershipView, registry: Identity) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._seen.take(now_s, registry.incarnation, view) and self._seen.num_held:
+            text = "%s: the registry at %s has started anew; %d members are held till they register"
+            logger.info(text, self._identity.node_id, self._address, self._seen.num_held)
+        self._release(now_s)
+
+    def _release(self, now_s: float) -> None:
+        """Publish what is new, and see to whom is still held."""
+        for node_id in self._seen.tick(now_s):
+            logger.warning("%s did not come back after the registry did; removed", node_id)
+        if self._seen.version != self._subscribers.view.version:
+            self._subscribers.publish(self._seen.view(now_s))
+        next_s = self._seen.next_timer_s()
+        if next_s is not None:
+            self._hold_timer.arm(next_s)
+
+    def _hold_due(self, now_s: float, late_s: float) -> None:
+        if late_s > OWN_PAUSE_S:
+            self._seen.forgive(now_s)  # what the registry said meanwhile is not read yet
+        self._release(now_s)
 
     async def _heartbeats(self) -> None:
         loop = asyncio.get_running_loop()
