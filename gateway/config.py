@@ -92,6 +92,7 @@ class GatewayConfig(_Frozen):
         request_timeout_s: from the arrival of a request to its last token.
         choices_max: prompts times ``n`` of one HTTP request.
         admin_token: opens ``/admin`` to peers that are not on loopback.
+        members_at: who keeps the list of members, as people call it.
     """
 
     model: str
@@ -101,3 +102,4 @@ class GatewayConfig(_Frozen):
     request_timeout_s: float = Field(default=600.0, gt=0.0)
     choices_max: int = Field(default=128, ge=1)
     admin_token: str | None = None
+    members_at: str = "the registry"

@@ -47,7 +47,8 @@ def degraded(gateway: Gateway) -> list[str]:
     links = gateway.dispatcher.placement.links
     found: list[str] = []
     if not gateway.membership.connected:
-        found.append("membership: the registry does not answer; the last view is used")
+        keeper = gateway.config.members_at
+        found.append(f"membership: {keeper} does not answer; the last view is used")
     for role, loss in (
         (Role.DECODE, "no request can be served"),
         (Role.PREFILL, "decode nodes compute prompts themselves"),

@@ -11,21 +11,31 @@ from typing import Annotated, Any
 import typer
 
 from launch.cli_options import checked_timeout
-from launch.config import SECRET_FILE_HELP
+from launch.config import DEFAULT_JOIN, ETCD_FORM, SECRET_FILE_HELP
 from launch.errors import ConfigError
 
 cache_app = typer.Typer(help="Cached pages.", no_args_is_help=True, rich_markup_mode=None)
 
-Join = Annotated[
-    str | None, typer.Option(envvar="KVFERRY_JOIN", help="Where the registry listens.")
-]
-SecretFile = Annotated[str | None, typer.Option(help=SECRET_FILE_HELP)]
+JOIN_HELP = f"Where the gateway's registry listens, or {ETCD_FORM}. [default: {DEFAULT_JOIN}]"
+
+
+def _text(help: str, **more: Any) -> Any:
+    return typer.Option(help=help, metavar="TEXT", **more)
+
+
+Join = Annotated[str | None, _text(JOIN_HELP, envvar="KVFERRY_JOIN")]
+SecretFile = Annotated[str | None, _text(SECRET_FILE_HELP)]
 Timeout = Annotated[
-    float, typer.Option(help="Seconds to wait for the registry.", callback=checked_timeout)
+    float,
+    typer.Option(help="Seconds to wait for an answer.", metavar="NUMBER", callback=checked_timeout),
 ]
-Model = Annotated[str | None, typer.Option(help="The served model; the cluster's by default.")]
-Salt = Annotated[str | None, typer.Option(help="cache_salt of the requests.")]
-Adapter = Annotated[str | None, typer.Option(help="Adapter of the requests.")]
+Model = Annotated[str | None, _text("The served model; the cluster's by default.")]
+Salt = Annotated[str | None, _text("cache_salt of the requests.")]
+Adapter = Annotated[str | None, _text("Adapter of the requests.")]
+Namespace = Annotated[str | None, _text("As `kvferry namespace` prints it.")]
+AdminToken = Annotated[
+    str | None, _text("Of the gateway, beyond its machine.", envvar="KVFERRY_ADMIN_TOKEN")
+]
 
 
 def namespace(
@@ -46,15 +56,12 @@ def namespace(
 @cache_app.command()
 def clear(
     join: Join = None,
-    namespace: Annotated[str | None, typer.Option(help="As `kvferry namespace` prints it.")] = None,
+    namespace: Namespace = None,
     model: Model = None,
     salt: Salt = None,
     adapter: Adapter = None,
     everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
-    admin_token: Annotated[
-        str | None,
-        typer.Option(envvar="KVFERRY_ADMIN_TOKEN", help="Of the gateway, beyond its machine."),
-    ] = None,
+    admin_token: AdminToken = None,
     secret_file: SecretFile = None,
     timeout: Timeout = 5.0,
 ) -> None:

@@ -43,7 +43,7 @@ def path(name: Name) -> None:
 def convert(
     source: Annotated[Path, typer.Argument(help="A GGUF file.")],
     directory: Annotated[Path, typer.Argument(help="The new model directory.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.", metavar="NAME")] = "float32",
 ) -> None:
     """Convert a GGUF file to a Hugging Face safetensors directory."""
     from launch.convert import convert_gguf

@@ -132,15 +132,21 @@ def gpu_deal(gpus: str | None) -> Iterator[str | None]:
     return cycle(process_env.parse_gpus(gpus)) if gpus is not None else cycle([None])
 
 
-class _Display:
-    """Shows the children's lines, without what only says that all start or stop at once."""
+class Display:
+    """Shows the children's lines, without what only says that all start or stop at once.
+
+    And without the advice to start the gateway: its supervisor does.
+    """
 
     def __init__(self) -> None:
         self.registry_expected = False
 
     def show(self, name: str, line: str) -> None:
-        if self.registry_expected or " waits for the registry at " not in line:
-            say(f"[{name}] {line}")
+        if " waits for the registry at " in line:
+            if not self.registry_expected:
+                return
+            line = line.partition("; start it with: ")[0]
+        say(f"[{name}] {line}")
 
 
 class LocalCluster:
@@ -148,7 +154,7 @@ class LocalCluster:
 
     def __init__(self, options: UpOptions) -> None:
         self.options = with_ports(options)
-        self._display = _Display()
+        self._display = Display()
         self._supervisor = Supervisor(plan(self.options), show=self._display.show)
 
     @property

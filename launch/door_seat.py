@@ -12,7 +12,7 @@ from typing import Protocol
 
 from launch.errors import ConfigError, StartError
 from launch.gateway_health import GatewayHealth
-from launch.seat import etcd_seat
+from launch.seat import etcd_seat, no_answer
 from transfer.channel import Hello, Listener, Service
 from transfer.errors import PeerUnreachable, Unauthorized
 from transfer.identity import Identity
@@ -147,10 +147,7 @@ class EtcdSeat:
             async with asyncio.timeout(self._timeout_s):
                 await self.membership.join(info, status)
         except TimeoutError:
-            raise StartError(
-                f"--join {self.join_url}: nobody answered within {self._timeout_s:g} s: "
-                "start etcd there, or name where it is"
-            ) from None
+            raise StartError(no_answer(self.join_url, self._timeout_s, starts=True)) from None
         except Unauthorized as error:
             raise ConfigError(f"--join {self.join_url}: {error}") from error
 

@@ -56,7 +56,7 @@ class GatewayRole:
         model = model_store.resolve(options.model)
         with config_errors(f"--model {options.model}"):
             self._tokenizer = load_tokenizer(model.directory or model_store.FAKE_MODEL)
-        self._config = GatewayConfig(model=model.name, admin_token=options.admin_token)
+        self._config = self._door(model.name)
         self.identity = new_identity(Role.GATEWAY, options.node_id)
         self._network = make_network(secret)
         self._seat = self._make_seat()
@@ -137,6 +137,12 @@ class GatewayRole:
         if self._dispatcher is not None:
             self._dispatcher.abort()
         self._network.abort()
+
+    def _door(self, model: str) -> GatewayConfig:
+        config = GatewayConfig(model=model, admin_token=self._options.admin_token)
+        if self._options.etcd is None:
+            return config
+        return config.model_copy(update={"members_at": f"etcd ({self._options.etcd})"})
 
     def _make_seat(self) -> DoorSeat:
         if self._options.etcd is not None:

@@ -8,18 +8,20 @@ Heavy imports (torch, transformers, fastapi) happen inside of the commands that 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 import typer.main
 
 from launch import __version__, process_env
-from launch.cli_cache import cache_app, namespace
+from launch.cli_cache import Join, SecretFile, Timeout, cache_app, namespace
 from launch.cli_model import model_app
-from launch.cli_options import checked_timeout, command_of
-from launch.config import SECRET_FILE_HELP, GatewayOptions, NodeOptions, StoreOptions, UpOptions
+from launch.cli_options import command_of
+from launch.config import GatewayOptions, NodeOptions, StoreOptions, UpOptions
 from launch.doctor import options as doctor
 from launch.errors import EXIT_ABORTED, EXIT_CONFIG, LaunchError
 from launch.output import hold_standard_streams, write_line
@@ -30,6 +32,8 @@ _UsageError: type[Exception] = next(
     for base in typer.BadParameter.__mro__
     if base.__name__ == "UsageError" and issubclass(base, Exception)
 )
+
+SLIP_SHARE = 0.75  # of a name that is typed right (as difflib counts), when it is a slip
 
 app = typer.Typer(
     name="kvferry",
@@ -92,14 +96,10 @@ app.command("doctor", help=doctor.HELP)(
 
 @app.command()
 def status(
-    join: Annotated[
-        str | None, typer.Option(envvar="KVFERRY_JOIN", help="Where the registry listens.")
-    ] = None,
+    join: Join = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for an answer.", callback=checked_timeout)
-    ] = 5.0,
-    secret_file: Annotated[str | None, typer.Option(help=SECRET_FILE_HELP)] = None,
+    timeout: Timeout = 5.0,
+    secret_file: SecretFile = None,
 ) -> None:
     """Show the roles, transport, page spec, load and pages of a running cluster."""
     from launch.status import show
@@ -114,6 +114,20 @@ app.command("namespace")(namespace)
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def _version_asked(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+Version = typer.Option("--version", help="As `kvferry version`.", callback=_version_asked)
+
+
+@app.callback()
+def kvferry(_: Annotated[bool, Version] = False) -> None:
+    """Take what stands before the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,12 +157,26 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _fail_usage(error: Any) -> int:
-    text = " ".join(str(error.format_message()).split())
+    text = _no_such_command(error) or " ".join(str(error.format_message()).split())
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
         print(error.format_message(), file=sys.stderr)
         return EXIT_CONFIG
     command = error.ctx.command_path if error.ctx else "kvferry"
     return _fail(f"{text} (see `{command} --help`)", EXIT_CONFIG)
+
+
+def _no_such_command(error: Any) -> str | None:
+    """Return what to say of a command that there is not; None when that is not the error.
+
+    A name is proposed when it is near enough to be a slip of the finger, else all of them.
+    """
+    match = re.match(r"No such command '(.*?)'", str(error.format_message()))
+    if match is None or error.ctx is None:
+        return None
+    names = list(error.ctx.command.commands)
+    near = get_close_matches(match[1], names, n=1, cutoff=SLIP_SHARE)
+    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"no such command: {match[1]}: {remedy}"
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -17,7 +17,7 @@ from launch.errors import ConfigError, LaunchError, StartError
 from launch.event_ports import EventNetwork, EventPorts, ports_of
 from launch.ports import url_host
 from launch.runtime import broken, config_errors
-from launch.seat import CountedSeat, outside_seat
+from launch.seat import CountedSeat, no_answer, outside_seat
 from transfer.config import TransferConfig, is_local_host
 from transfer.engine import TransferEngine
 from transfer.errors import Unauthorized
@@ -160,19 +160,14 @@ class Parts:
             ConfigError: etcd does not let this user in.
             HelloRefused: the cluster's contract differs.
         """
-        etcd = is_etcd(self.options.join)
         try:
             async with asyncio.timeout(self.options.join_timeout):
                 await start
         except TimeoutError:
-            remedy = "start `kvferry gateway` there, or name the address that it prints, or its "
-            remedy = "start etcd there, or name where it is" if etcd else remedy + "secret differs"
-            raise StartError(
-                f"--join {self.options.join}: nobody answered within "
-                f"{self.options.join_timeout:g} s: {remedy}"
-            ) from None
+            wait_s = self.options.join_timeout
+            raise StartError(no_answer(self.options.join, wait_s, starts=True)) from None
         except Unauthorized as error:
-            if not etcd:
+            if not is_etcd(self.options.join):
                 raise
             raise ConfigError(f"--join {self.options.join}: {error}") from error
 

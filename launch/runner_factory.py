@@ -60,7 +60,7 @@ def make_runner(
     torch.set_num_threads(num_threads)
     with config_errors(f"--model {options.model}"):
         if model.directory is None:
-            return _fake_runner(options)
+            return _fake_runner(options, gpus)
         check_gpus(options, gpus)
         return _real_runner(options, model.name, model.directory, num_threads)
 
@@ -130,11 +130,13 @@ def _real_runner(options: ComputeOptions, name: str, directory: Path, num_thread
         )
 
 
-def _fake_runner(options: ComputeOptions) -> Runner:
+def _fake_runner(options: ComputeOptions, gpus: str | None) -> Runner:
     if options.device == "cuda":
         raise ConfigError(
             "--device cuda: the fake model computes on the CPU; choose --device cpu, or a model"
         )
+    if gpus is not None:
+        logger.warning("--gpus %s: the fake model computes on the CPU and uses no GPU", gpus)
     num_pages = options.num_pages or FAKE_NUM_PAGES
     logger.info("the fake model: %d pages of %d tokens", num_pages, options.page_size)
     return FakeRunner(

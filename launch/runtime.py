@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from launch.errors import EXIT_ABORTED, ConfigError, LaunchError, StartError
@@ -118,40 +118,47 @@ def setup_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def run_command(work: Coroutine[Any, Any, T]) -> T:
+def run_command(
+    work: Coroutine[Any, Any, T], *, signals: Collection[signal.Signals] = (signal.SIGINT,)
+) -> T:
     """Run what a command does to its end, and return what that is.
 
     Ctrl-C ends it by a callback of the loop: the handler that ``asyncio`` installs cancels in the
     middle of whatever runs, also between a future's check and its result. A second one ends a
-    command that does not come back to its loop.
+    command that does not come back to its loop. ``signals``: which of them are taken so.
 
     Raises:
-        KeyboardInterrupt: SIGINT came first; ``work`` has been cancelled and has ended.
+        KeyboardInterrupt: a signal came first; ``work`` has been cancelled and has ended.
     """
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_interruptible(work))
+            return runner.run(_interruptible(work, signals))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
 
-async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+async def _interruptible(work: Coroutine[Any, Any, T], signals: Collection[signal.Signals]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return await work  # signals go elsewhere
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
+    def as_before() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
     def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
+        as_before()
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
     try:
         return await work
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        as_before()
 
 
 def run_role(role: Role, *, drain_timeout_s: float) -> None:

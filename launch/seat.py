@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
+from launch.config import JOIN_PORT_OFFSET
 from launch.errors import ConfigError
 from transfer.channel import Network
 from transfer.engine import TransferEngine
@@ -58,6 +59,20 @@ def etcd_access() -> EtcdAccess:
         cert=get(ETCD_CERT_VARIABLE) or None,
         key=get(ETCD_KEY_VARIABLE) or None,
     )
+
+
+def no_answer(join: str, timeout_s: float, *, starts: bool) -> str:
+    """Return one line: who did not answer at ``join``, and what to do.
+
+    ``starts``: for a process that may come before whom it joins.
+    """
+    if is_etcd(join):
+        remedy = "etcd does not answer: start it there, or name where etcd is"
+    else:
+        remedy = "start `kvferry gateway` there, or name" if starts else "name"
+        remedy += " the address that `kvferry gateway` or `kvferry up` prints (a join port is the "
+        remedy += f"HTTP port + {JOIN_PORT_OFFSET} by default), or its secret differs"
+    return f"--join {join}: nobody answered within {timeout_s:g} s: {remedy}"
 
 
 def no_renewal(identity: Identity) -> None:

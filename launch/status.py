@@ -20,7 +20,7 @@ from launch.config import DEFAULT_JOIN, JoinOptions
 from launch.errors import ConfigError, StartError
 from launch.parts import make_network, read_secret
 from launch.runtime import run_command
-from launch.seat import OutsideSeat, outside_seat
+from launch.seat import OutsideSeat, no_answer, outside_seat
 from launch.store_view import Answer, columns, store_text, summary
 from transfer.channel import Hello, Network
 from transfer.errors import HelloRefused, PeerUnreachable, TransferError, Unauthorized
@@ -141,11 +141,7 @@ async def _watch(seat: OutsideSeat, join: str, timeout_s: float, deadline_s: flo
     try:
         await seat.watch_only(deadline_s=deadline_s)
     except PeerUnreachable as error:
-        remedy = "name the address that `kvferry gateway` or `kvferry up` prints, or its secret "
-        remedy = "name where etcd is" if is_etcd(join) else remedy + "differs"
-        raise StartError(
-            f"--join {join}: nobody answered within {timeout_s:g} s: {remedy}"
-        ) from error
+        raise StartError(no_answer(join, timeout_s, starts=False)) from error
     except (HelloRefused, Unauthorized) as error:
         raise ConfigError(f"--join {join}: {error}") from error
 

@@ -6,6 +6,7 @@ uses it for itself, ``up`` for all the stores that it is about to start.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -124,7 +125,7 @@ def ssd_of(text: str | None, name: str) -> str | None:
 def check_stores(options: PageStoreOptions, num_stores: int) -> None:
     """Refuse here what each of ``num_stores`` on this machine would refuse, or all together.
 
-    Makes the directory of ``--ssd`` when its parent exists.
+    Makes nothing: something else may be refused yet. ``make_ssd_directory`` follows.
 
     Raises:
         ConfigError: with the value and the remedy.
@@ -143,25 +144,54 @@ def check_stores(options: PageStoreOptions, num_stores: int) -> None:
         _check_disk(options.ssd, num_stores)
 
 
+def make_ssd_directory(options: PageStoreOptions) -> None:
+    """Make the directory of all stores' directories, when everything else has been accepted.
+
+    Raises:
+        ConfigError: it cannot be made after all.
+    """
+    if options.ssd is None:
+        return
+    path, _ = parse_ssd(options.ssd)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(_no_directory(options.ssd, error.strerror)) from error
+
+
 def _check_disk(text: str, num_stores: int) -> None:
     path, nbytes = parse_ssd(text)
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        stat = os.statvfs(path)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--ssd {text}: {path.parent} does not exist: make it, or mount the disk"
-        ) from None
+        above = _existing(text, path)
+        stat = os.statvfs(above)
     except OSError as error:
-        raise ConfigError(
-            f"--ssd {text}: {error.strerror}: give a directory that this user can write to"
-        ) from error
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(_no_directory(text, error.strerror)) from error
+    if not os.access(above, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"--ssd {text}: give a directory that this user can write to")
+    if not stat.f_blocks:  # /proc and the like
+        raise ConfigError(f"--ssd {text}: {above} keeps no files: give a directory on a disk")
     held = sum(file.stat().st_blocks * 512 for file in path.glob("*/*") if file.is_file())
     room = stat.f_bavail * stat.f_frsize + held
     if nbytes * num_stores > room:
+        times = f" times {num_stores} stores" if num_stores > 1 else ""
         raise ConfigError(
-            f"--ssd {text} times {num_stores} stores: the disk has room for {human_size(room)}: "
+            f"--ssd {text}{times}: the disk has room for {human_size(room)}: "
             "give a smaller size, or free some"
         )
+
+
+def _existing(text: str, path: Path) -> Path:
+    """Return the directory, or the one that it would be made in."""
+    if path.exists():
+        if not path.is_dir():
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return path
+    if not path.parent.exists():
+        raise ConfigError(f"--ssd {text}: {path.parent} does not exist: make it, or mount the disk")
+    if not path.parent.is_dir():
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return path.parent
+
+
+def _no_directory(text: str, reason: str | None) -> str:
+    return f"--ssd {text}: {reason}: give a directory that this user can write to"

@@ -19,7 +19,7 @@ from launch.parts import read_secret, transfer_config
 from launch.progress import say
 from launch.runtime import Role, run_role, setup_logging
 from launch.sizes import parse_size
-from launch.store_settings import check_stores
+from launch.store_settings import check_stores, make_ssd_directory
 
 
 class Cluster(Role, Protocol):
@@ -44,6 +44,8 @@ def run(options: UpOptions) -> None:
         cluster: Cluster = InProcessCluster(with_ports(options))
     else:
         cluster = LocalCluster(options)
+    if options.num_stores:
+        make_ssd_directory(options)  # last: nothing is made for a start that is refused
     run_role(_Announced(cluster, resolved.name), drain_timeout_s=options.drain_timeout)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
+from signal import SIGINT, SIGTERM
 from typing import TYPE_CHECKING
 
 from launch.doctor.grid import Case, choose_cases
@@ -51,7 +52,8 @@ def run(options: DoctorOptions) -> None:
         return
     _check_peer(options, secret)
     cases = choose_cases(options.pages, options.batch, full=options.full)
-    findings = run_command(_report(options, secret, cases))
+    # SIGTERM as well: what was measured is not lost
+    findings = run_command(_report(options, secret, cases), signals=(SIGINT, SIGTERM))
     check(findings, options.require, options.min_ratio)
 
 
@@ -74,7 +76,10 @@ def _check_peer(options: DoctorOptions, secret: str | None) -> None:
 
 
 async def _report(options: DoctorOptions, secret: str | None, cases: list[Case]) -> list[Finding]:
-    """Measure and print; return everything that was found."""
+    """Measure and print; return everything that was found.
+
+    Whatever ends it early, Ctrl-C included, what was measured until then is shown.
+    """
     findings: list[Finding] = []
     each = 1 if options.stalled_peer else 3 * len(cases) + 1
     steps = len(options.measured) * each
@@ -87,9 +92,9 @@ async def _report(options: DoctorOptions, secret: str | None, cases: list[Case])
                     if options.as_json:
                         print(encode_finding(finding), flush=True)
     finally:
+        if findings and not options.as_json:
+            show(findings)
         await network.close()
-    if not options.as_json:
-        show(findings)
     return findings
 
 

@@ -21,7 +21,7 @@ KIB, MIB = 1 << 10, 1 << 20
 WORD_NBYTES = 8  # the unit of the pattern that is checked; pages are whole words
 
 CASE_NBYTES_MAX = 512 * MIB  # bytes of one batch, whatever is asked for
-DEFAULT_CASE_NBYTES_MAX = 64 * MIB  # of the grid that ends in about a minute
+DEFAULT_CASE_NBYTES_MAX = 64 * MIB  # of the grid that ends in one to two minutes
 BATCH_MAX = 4096
 
 DEFAULT_PAGES = (4 * KIB, 64 * KIB, MIB, 64 * MIB)

@@ -41,7 +41,9 @@ class DoctorOptions(Options):
         TRANSPORTS, description=f"What to measure: all (default), or some of {NAMES}; repeatable."
     )
     require: tuple[Transport, ...] = Field(
-        (), description="Exit 3 unless this transport is there and right; repeatable."
+        (),
+        description="Exit 3 unless this transport is there and right; it is measured beside those "
+        "of --transfer, named there or not; repeatable.",
     )
     min_ratio: float | None = Field(
         None,

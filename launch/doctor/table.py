@@ -1,17 +1,20 @@
 """How the doctor's findings look: a table with bars, aligned columns, or one JSON object a line.
 
-Owns the presentation only. Results go to stdout, progress to stderr and only where that is a
-terminal.
+Owns the presentation only. Results go to stdout, each row that ``--min-ratio`` judges among them;
+progress to stderr: a bar where that is a terminal, else a line now and then.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from launch.doctor.rows import Finding, Row, Unavailable
+from launch.output import write_line
+from launch.progress import say
 from launch.sizes import human_size
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH_MAX = 10_000  # of a table that is measured before it is shown
+LINE_INTERVAL_S = 10.0  # without a terminal: at most one line of progress in so many seconds
 BAR_WIDTH_MIN, BAR_WIDTH_MAX = 8, 40
 HEADINGS = (
     "transport",
@@ -74,23 +78,14 @@ def notes(findings: Sequence[Finding]) -> list[str]:
     return list(lines)
 
 
-def shown_rows(findings: Sequence[Finding]) -> list[Row]:
-    """Return the rows for people: a read that has its own row of percentiles is shown by that."""
-    rows = [finding for finding in findings if isinstance(finding, Row)]
-    timed = {(row.transport, row.page_nbytes, row.batch) for row in rows if row.is_latency}
-    return [
-        row
-        for row in rows
-        if row.is_latency
-        or row.op != "read"
-        or row.checksum
-        or (row.transport, row.page_nbytes, row.batch) not in timed
-    ]
+def _rows_of(findings: Sequence[Finding]) -> list[Row]:
+    """The rows, every one: whatever a verdict names can be found."""
+    return [finding for finding in findings if isinstance(finding, Row)]
 
 
 def plain(findings: Sequence[Finding]) -> str:
     """Return aligned columns of whatever width they need, and the notes below them."""
-    rows = [cells(row) for row in shown_rows(findings)]
+    rows = [cells(row) for row in _rows_of(findings)]
     lines = notes(findings)
     if rows:
         lines = [*_aligned([HEADINGS, *rows]), *lines]
@@ -115,7 +110,7 @@ def table(findings: Sequence[Finding], width: int) -> Table | None:
     """
     from rich.console import Console
 
-    rows = shown_rows(findings)
+    rows = _rows_of(findings)
     for headings in (HEADINGS, NARROW):
         needed = Console(width=WIDTH_MAX).measure(_table(rows, headings, BAR_WIDTH_MIN)).maximum
         if needed <= width:
@@ -168,17 +163,36 @@ def show(findings: Sequence[Finding]) -> None:
             for line in notes(findings):
                 console.print(line, highlight=False, markup=False)
             return
-    print(plain(findings), flush=True)
+    write_line(plain(findings), sys.stdout)
+
+
+def lines_of_progress(total: int, clock: Callable[[], float]) -> Report:
+    """Return what is told each step's name, and says one in ``LINE_INTERVAL_S`` at most."""
+    done, said_s = 0, clock()
+
+    def report(step: str) -> None:
+        nonlocal done, said_s
+        done, now_s = done + 1, clock()
+        if now_s - said_s >= LINE_INTERVAL_S:
+            said_s = now_s
+            say(f"measured {done} of {total}: {step}")
+
+    return report
 
 
 @contextmanager
 def progress(total: int, *, rows_follow: bool) -> Iterator[Report]:
-    """Yield what is told each step's name; a bar on stderr where that is a terminal.
+    """Yield what is told each step's name; on stderr a bar, or a line now and then.
 
-    ``rows_follow``: rows are printed meanwhile, which a bar on the same terminal would garble.
+    ``rows_follow``: rows are printed meanwhile, which a bar on the same terminal would garble, and
+    which say more than lines would.
     """
-    if not sys.stderr.isatty() or (rows_follow and sys.stdout.isatty()):
+    is_terminal = sys.stderr.isatty()
+    if rows_follow and (not is_terminal or sys.stdout.isatty()):
         yield lambda step: None
+        return
+    if not is_terminal:
+        yield lines_of_progress(total, time.monotonic)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -67,6 +67,24 @@ async def test_ready_needs_a_decode_node_and_lists_the_rest() -> None:
         assert response.json()["ready"] is False
 
 
+async def test_ready_names_who_keeps_the_members_and_does_not_answer() -> None:
+    cluster = FakeCluster()
+    async with cluster.running():
+        cluster.membership.connected = False
+        door_of_etcd = GatewayConfig(model="fake", members_at="etcd (etcd://h/x)")
+        for config, named in (
+            (GatewayConfig(model="fake"), "the registry"),
+            (door_of_etcd, "etcd (etcd://h/x)"),
+        ):
+            app = create_app(config, cluster.dispatcher, ByteTokenizer(), cluster.membership)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                response = await client.get("/ready")
+            assert response.status_code == 200, "the last view serves"
+            (said,) = [text for text in response.json()["degraded"] if "membership" in text]
+            assert said == f"membership: {named} does not answer; the last view is used"
+
+
 async def test_metrics_count_requests_tokens_and_cached_tokens() -> None:
     async with door() as d:
         d.cluster.p().cached_local, d.cluster.p().cached_store = 2, 1

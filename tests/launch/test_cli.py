@@ -14,6 +14,8 @@ from pydantic import BaseModel, Field
 
 from launch import model_store
 from launch.config import (
+    DEFAULT_JOIN,
+    ETCD_FORM,
     GatewayOptions,
     NodeOptions,
     Options,
@@ -63,7 +65,9 @@ BAD = [
     (["up", "--segment", "much", "--model", "fake"], ["--segment much", "GiB"]),
     (["up", "--kv-memory", "0", "--model", "fake"], ["--kv-memory 0", "GiB"]),
     (["up", "--no-such-option"], ["--no-such-option", "--help"]),
-    (["prefil"], ["prefil", "--help"]),
+    (["prefil"], ["prefil", "did you mean prefill?", "--help"]),
+    (["scale"], ["no such command: scale: there are up, gateway, store, ", "--help"]),
+    (["cache", "cler"], ["did you mean clear?", "kvferry cache --help"]),
     (["gateway", "--model", "smollm2-135m"], ["smollm2-135m", "kvferry model pull smollm2-135m"]),
     (["gateway", "--host", "0.0.0.0", "--model", "fake"], ["--host 0.0.0.0", "--secret-file"]),
     (["store", "--join", "nowhere"], ["--join nowhere", "tcp://HOST:PORT"]),
@@ -234,8 +238,9 @@ def test_a_home_that_cannot_be_written_is_named(
 
 
 def test_version_and_model_list_print_results_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+    for asked in ("version", "--version"):
+        assert main([asked]) == 0
+        assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
     assert main(["model", "list"]) == 0
     assert capsys.readouterr().out.startswith("smollm2-135m\tnot pulled\t")
 
@@ -262,6 +267,18 @@ def test_help_names_the_variable_of_the_secret(
     text = " ".join(capsys.readouterr().out.split())
     assert "--secret-file" in text
     assert "KVFERRY_SECRET" in text
+
+
+@pytest.mark.parametrize("command", ["status", "namespace", "cache clear"])
+def test_help_of_what_asks_a_cluster_says_where_in_the_words_of_other_commands(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"or {ETCD_FORM}. [default: {DEFAULT_JOIN}] [env var: KVFERRY_JOIN]" in text
+    assert "--timeout NUMBER" in text
+    assert "--join TEXT" in text
+    assert not re.search(r"<\w+>", text)
 
 
 def test_command_line_imports_nothing_heavy() -> None:

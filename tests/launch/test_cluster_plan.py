@@ -12,12 +12,15 @@ import pytest
 
 from kvstore.page import PageSpec
 from launch import process_env
-from launch.cluster import plan, python_path, with_ports
+from launch.cluster import Display, plan, python_path, with_ports
 from launch.config import NodeOptions, UpOptions
 from launch.errors import ConfigError
 from launch.ports import check_free, free_port, listen_on
 from launch.sizes import human_size, pages_in, parse_size, segment_size
 from launch.up import usage
+from transfer.identity import Role, new_identity
+from transfer.registry_client import RegistryMembership
+from transfer.zmq_network import ZmqNetwork
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,6 +89,24 @@ def test_port_zero_takes_two_free_ports_and_a_named_port_moves_the_join_port() -
     assert chosen.port != chosen.join_port
     port = free_port("127.0.0.1")
     assert with_ports(UpOptions.of(port=port, join_port=0)).port == port
+
+
+def test_nobody_is_told_to_start_the_gateway_that_up_starts_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seat = RegistryMembership(ZmqNetwork(), "tcp://h:8100", new_identity(Role.STORE, "store-1"))
+    waits = f"store-1 waits for the registry at tcp://h:8100 (refused); {seat._remedy()}"
+    assert "kvferry gateway --join-port 8100" in waits
+    display = Display()
+    display.show("store-1", waits)
+    assert capsys.readouterr().err == "", "all start at once"
+    display.registry_expected = True
+    display.show("store-1", waits)
+    display.show("store-1", "x; start it with: y")
+    assert capsys.readouterr().err.splitlines() == [
+        "[store-1] store-1 waits for the registry at tcp://h:8100 (refused)",
+        "[store-1] x; start it with: y",
+    ]
 
 
 def test_children_find_the_same_packages_as_their_parent(tmp_path: Path) -> None:

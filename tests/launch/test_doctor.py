@@ -194,6 +194,44 @@ def test_ctrl_c_ends_the_doctor_and_its_peer() -> None:
         assert not peer.is_running()
 
 
+INTERRUPTED = """
+import os, signal, sys
+from launch.doctor import command
+from launch.main import main
+
+measure = command.measure
+
+async def interrupted(*told):
+    found = measure(*told)
+    yield await anext(found)
+    os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+    async for finding in found:
+        yield finding
+
+command.measure = interrupted
+sys.exit(main(["doctor", "--transfer", "loopback", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_rows_that_were_measured_are_shown_when_it_is_interrupted(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, name, "--pages", "4KiB", *MANY],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 130
+    assert done.stderr == "kvferry: error: interrupted\n"
+    heading, *shown = done.stdout.splitlines()
+    assert heading.split()[:4] == ["transport", "op", "page", "batch"]
+    assert shown[0].split()[:5] == ["loopback", "read", "4", "KiB", "1"]
+
+
 @pytest.mark.net
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_peer_does_not_outlive_a_doctor_that_is_killed(number: signal.Signals) -> None:
@@ -272,7 +310,8 @@ def test_help_says_the_exit_codes_and_the_variable_of_the_secret(
 ) -> None:
     assert main(["doctor", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for word in ("3 bytes arrived wrong", "KVFERRY_SECRET", "--min-ratio", "--peer"):
+    beside = "measured beside those of --transfer"
+    for word in ("3 bytes arrived wrong", "KVFERRY_SECRET", "--min-ratio", "--peer", beside):
         assert word in text
 
 

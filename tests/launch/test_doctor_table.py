@@ -20,7 +20,8 @@ from launch.doctor.rows import (
     latency_row,
     throughput_row,
 )
-from launch.doctor.table import plain, progress, shown_rows, table
+from launch.doctor.table import LINE_INTERVAL_S, lines_of_progress, plain, progress, table
+from launch.doctor.verdict import RequirementUnmet, check, judged_rows
 
 MISSING = Unavailable(transport="ucx", reason="no module named ucxx", remedy="pip install it")
 
@@ -71,13 +72,22 @@ def test_a_bar_is_full_and_green_at_the_limit_and_beyond() -> None:
         assert f"{rate / 10:.2f}" in out.getvalue()
 
 
-def test_a_read_with_its_own_row_of_percentiles_is_shown_once() -> None:
-    small, read = throughput("tcp", "read", LATENCY, 1.0, 2.0), small_read("tcp", 120, 800)
-    write, other = (
-        throughput("tcp", "write", LATENCY, 1.0, 2.0),
-        throughput("shm", "read", LATENCY, 1.0, 2.0),
-    )
-    assert shown_rows([small, write, other, read]) == [write, other, read]
+def test_every_row_that_is_judged_is_in_the_table() -> None:
+    """Also of a page and batch that have their own row of percentiles."""
+    small = throughput("tcp", "read", LATENCY, 0.14, 10.0)
+    found = [small, throughput("tcp", "write", LATENCY, 1.0, 2.0), small_read("tcp", 120, 800)]
+    assert judged_rows(found) == found[:2]
+    with pytest.raises(RequirementUnmet, match=r"tcp read, 1 x 4096 bytes: ratio 0\.014 \(0\.140 "):
+        check(found, [], 0.9)
+    assert [line.split()[:5] for line in plain(found).splitlines()[1:4]] == [
+        ["tcp", "read", "4", "KiB", "1"],
+        ["tcp", "write", "4", "KiB", "1"],
+        ["tcp", "read", "4", "KiB", "1"],
+    ]
+    assert "0.140" in plain(found).splitlines()[1]
+    shown = table(found, 140)
+    assert shown is not None
+    assert shown.row_count == 3
 
 
 def test_benchmark_runs_can_be_chosen_by_every_name_and_no_other(
@@ -131,11 +141,29 @@ def test_a_narrow_terminal_leaves_the_limits_out_and_a_tiny_one_has_no_table() -
     assert shown[40] is None
 
 
-def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(2, rows_follow=False) as report:
+@pytest.mark.parametrize("rows_follow", [True, False])
+def test_progress_is_silent_where_the_end_or_rows_come_soon(
+    rows_follow: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress(2, rows_follow=rows_follow) as report:
         report("one")
         report("two")
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    report = lines_of_progress(40, lambda: now_s)
+    for number in range(1, 41):
+        now_s += LINE_INTERVAL_S / 8
+        report(f"tcp read, {number} x 8 bytes")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        f"measured {number} of 40: tcp read, {number} x 8 bytes" for number in (8, 16, 24, 32, 40)
+    ]
 
 
 def measured(factor: float) -> dict[str, list[Finding]]:

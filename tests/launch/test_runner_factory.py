@@ -34,6 +34,13 @@ def test_without_cuda_the_option_that_needs_it_is_blamed(
     assert str(raised.value).startswith(blamed)
 
 
-def test_the_fake_model_needs_no_gpu() -> None:
+@pytest.mark.parametrize("gpus", ["0,1", None])
+def test_the_fake_model_needs_no_gpu_and_says_that_it_uses_none(
+    gpus: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     options = ComputeOptions.of(model="fake")
-    make_runner(options, ResolvedModel("fake", None), torch.get_num_threads(), gpus="0")
+    make_runner(options, ResolvedModel("fake", None), torch.get_num_threads(), gpus=gpus)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"--gpus {gpus}: the fake model computes on the CPU and uses no GPU"] * bool(
+        gpus
+    )

@@ -38,6 +38,17 @@ def test_ctrl_c_ends_the_work_which_may_clean_up() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_command_may_have_sigterm_taken_as_ctrl_c_is() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run_command(work(), signals=(signal.SIGINT, signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_ctrl_c_does_not_cancel_in_the_middle_of_a_callback() -> None:
     """The event loop has nothing to report (``conftest``)."""
     was_done: list[bool] = []

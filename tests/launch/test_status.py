@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from launch.cluster import with_ports
-from launch.config import JoinOptions, UpOptions
+from launch.config import GatewayOptions, JoinOptions, UpOptions
 from launch.errors import StartError
+from launch.gateway_role import GatewayRole
 from launch.http_client import post_json
 from launch.inproc import InProcessCluster
 from launch.main import main
 from launch.parts import make_network
+from launch.seat import no_answer
 from launch.status import engine_text, fetch, plain, show
 from transfer.channel import Hello, Service
 from transfer.identity import Role, new_identity
@@ -107,6 +109,33 @@ async def test_nodes_that_cache_a_prompt_say_so_and_their_pages_add_up(
         assert g["num_pages"] == 63
         assert g["num_free_pages"] == 63, "what new work may take"
     assert "63 free" not in plain(view)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_who_does_not_answer_is_named_with_what_may_be_wrong(starts: bool) -> None:
+    etcd = no_answer("etcd://h:2379/x", 5.0, starts=starts)
+    assert etcd.startswith(
+        "--join etcd://h:2379/x: nobody answered within 5 s: etcd does not answer"
+    )
+    gateway = no_answer("tcp://h:8000", 0.5, starts=starts)
+    assert gateway.startswith("--join tcp://h:8000: nobody answered within 0.5 s: ")
+    assert "a join port is the HTTP port + 100 by default" in gateway
+    assert ("start `kvferry gateway` there" in gateway) is starts
+
+
+def test_the_door_knows_who_keeps_the_members() -> None:
+    for join, keeper in (("etcd://h/n", "etcd (etcd://h/n)"), (None, "the registry")):
+        role = GatewayRole(GatewayOptions.of(model="fake", port=0, join=join))
+        assert role._config.members_at == keeper
+        role.abort()
+
+
+@pytest.mark.net
+async def test_status_says_that_it_is_etcd_that_does_not_answer() -> None:
+    with pytest.raises(
+        StartError, match="etcd does not answer: start it there, or name where etcd is"
+    ):
+        await fetch(JoinOptions.of(join="etcd://127.0.0.1:9/x"), 0.2)
 
 
 @asynccontextmanager

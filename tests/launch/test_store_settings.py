@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -12,12 +13,15 @@ import pytest
 
 from kvstore.config import REPLICAS_MAX, StoreConfig
 from kvstore.ssd import SsdConfig, SsdTier
+from launch import process_env
 from launch.config import Eviction, PageStoreOptions, StoreOptions, UpOptions
 from launch.errors import ConfigError
+from launch.main import main
 from launch.sizes import human_size, in_units, parse_size
 from launch.store_role import StoreRole
 from launch.store_settings import (
     check_stores,
+    make_ssd_directory,
     parse_quotas,
     parse_ssd,
     ssd_config,
@@ -97,9 +101,50 @@ def up(tmp_path: Path, ssd: str, **told: object) -> UpOptions:
 
 
 def test_the_directory_of_all_stores_is_made_before_they_start(tmp_path: Path) -> None:
-    check_stores(up(tmp_path, "tier:1MiB"), 2)
+    told = up(tmp_path, "tier:1MiB")
+    check_stores(told, 2)
+    assert list(tmp_path.iterdir()) == [], "a check makes nothing: more may be refused"
+    make_ssd_directory(told)
     assert (tmp_path / "tier").is_dir()
-    check_stores(up(tmp_path, "tier:1MiB"), 2)
+    check_stores(told, 2)
+    make_ssd_directory(told)
+
+
+def test_a_start_that_is_refused_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(process_env, "apply", lambda **_: 1)  # torch is loaded here
+    tier = tmp_path / "tier"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        for wrong in (
+            ("--ssd", f"{tier}:100TiB"),
+            ("--ssd", f"{tier}:1MiB", "--kv-memory", "much"),
+            ("--ssd", f"{tier}:1MiB", "--gpus", "0,,1"),
+            ("--ssd", f"{tier}:1MiB", "--port", port),
+            ("--ssd", f"{tier}:1MiB", "--port", port, "--transfer", "loopback"),
+        ):
+            assert main(["up", "--model", "fake", "--segment", "1MiB", *wrong]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert wrong[-1] in line or wrong[-3] in line
+            assert not tier.exists(), wrong
+
+
+def test_where_no_files_are_kept_is_no_place_for_an_ssd(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ssd /proc/x:1GiB: /proc keeps no files: give a dir"):
+        check_stores(UpOptions.of(model="fake", ssd="/proc/x:1GiB"), 1)
+    with pytest.raises(ConfigError, match=r"tier:900TiB: the disk has room for .* smaller size"):
+        check_stores(up(tmp_path, "tier:900TiB"), 1)
+
+
+def test_a_directory_that_cannot_be_made_after_all_is_refused(tmp_path: Path) -> None:
+    told = up(tmp_path, "tier:1MiB")
+    check_stores(told, 1)
+    (tmp_path / "tier").touch()
+    with pytest.raises(ConfigError, match=r"--ssd .*: File exists: give a directory"):
+        make_ssd_directory(told)
 
 
 def test_without_stores_nothing_is_checked(tmp_path: Path) -> None:
