@@ -195,6 +195,16 @@ run_role(Group(ChildSpec("talker", [sys.executable, "-c", talk])), drain_timeout
 """
 
 
+def kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """Leave nothing of what a test started, however it ended."""
+    if process.poll() is None:  # else its number may be another's by now
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait(TIMEOUT_S)
+
+
 def test_a_reader_that_stands_still_holds_up_neither_children_nor_their_supervisor() -> None:
     """As ``kvferry up 2>&1 | less`` does it; a signal still ends it."""
     heard, told = os.pipe()
@@ -209,7 +219,7 @@ def test_a_reader_that_stands_still_holds_up_neither_children_nor_their_supervis
             assert process.stderr.read().count(b"\n[talker] xxx") > 100, "what was written is whole"
         finally:
             os.close(heard)
-            process.kill()
+            kill_with_children(process)
 
 
 async def test_a_child_that_nobody_supervises_any_more_ends_the_cluster_loudly() -> None:
@@ -305,10 +315,7 @@ def test_up_and_its_children_go_on_when_nobody_reads_their_lines(
         assert process.wait(TIMEOUT_S) == 0
         assert not [child for child in children if child.is_running()]
     finally:
-        for child in psutil.Process(process.pid).children() if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait(TIMEOUT_S)
+        kill_with_children(process)
 
 
 @pytest.mark.net
@@ -339,4 +346,4 @@ def test_what_up_has_to_say_goes_where_somebody_reads(kept: str, tmp_path: Path)
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT_S) == 0
         finally:
-            process.kill()
+            kill_with_children(process)

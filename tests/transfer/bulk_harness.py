@@ -53,6 +53,15 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(POLL_S)
 
 
+async def until_none(found: Callable[[], list[str]], what: str) -> None:
+    """Let the loop run until ``found`` has nothing to name; AssertionError with what it has."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(QUIET_LIMIT_S):
+            while found():  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+    assert not (left := found()), f"{what} after {QUIET_LIMIT_S} s: {left}"
+
+
 @contextmanager
 def old_objects_set_aside() -> Iterator[None]:
     """Make ``gc.collect`` look only at what the body creates: it is asked again and again there."""
@@ -149,9 +158,31 @@ class Engines:
         self._made.append(engine)
         return engine
 
+    def lent(self) -> list[str]:
+        """Answers by reference of engines that run, which no peer has said to have taken."""
+        running = [engine for engine in self._made if engine.is_healthy]
+        return [
+            name for engine in running for name in (*_lent_regions(engine), *_lent_reads(engine))
+        ]
+
     async def close(self) -> None:
         for engine in self._made:
             await engine.close()
+
+
+def _lent_regions(engine: TransferEngine) -> Iterator[str]:
+    for region in list(engine._regions._regions.values()):
+        if isinstance(region, HostRegion) and region.loans.num_out:
+            yield f"region {region.region_id}, {region.loans.num_out} times"
+
+
+def _lent_reads(engine: TransferEngine) -> Iterator[str]:
+    """Those of revoked regions, too."""
+    served = [] if engine._tcp is None else list(engine._tcp._server._links)
+    for link in served:
+        for request_id, lent in (*link._lending.items(), *link._lent.items()):
+            if lent.is_out:
+                yield f"read {request_id} of {link.link.name}"
 
 
 class Leftovers:
@@ -170,11 +201,7 @@ class Leftovers:
 
     async def none_left(self) -> None:
         """Wait until nothing is left; AssertionError with the names of what is."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_LIMIT_S):
-                while self.found():  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
-        assert not (left := self.found()), f"left behind after {QUIET_LIMIT_S} s: {left}"
+        await until_none(self.found, "left behind")
 
 
 _OPENED_BEFORE: set[str] = set()
@@ -193,6 +220,8 @@ async def open_once(transport: str) -> None:
 @asynccontextmanager
 async def checked_engines(transport: str) -> AsyncIterator[Engines]:
     """Yield a factory; afterwards no thread, no socket and no named shared memory may be left.
+    Nor may an engine that still runs wait for word of what it has lent: its peers have received
+    everything, or are gone.
 
     Every engine of a test comes from the factory. The far end of a connection notices on its own
     I/O thread that it was closed, so what is left is asked for again until ``QUIET_LIMIT_S``.
@@ -203,6 +232,7 @@ async def checked_engines(transport: str) -> AsyncIterator[Engines]:
     engines = Engines(transport)
     try:
         yield engines
+        await until_none(engines.lent, "lent")
     finally:
         await engines.close()
     await leftovers.none_left()

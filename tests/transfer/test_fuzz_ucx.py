@@ -28,7 +28,14 @@ from transfer.ucx_codec import (
     encode_control,
     unpack_tag,
 )
-from transfer.ucx_pieces import MAX_PACKED_NBYTES, PACKED_RUN_NBYTES, cut
+from transfer.ucx_pieces import (
+    MAX_PACKED_NBYTES,
+    MAX_PIECE_NBYTES,
+    MIN_PIECE_NBYTES,
+    PACKED_RUN_NBYTES,
+    Piece,
+    cut,
+)
 
 ASK = Ask(7, "r", 1 << 16, b"c" * 16, 1 << 20, True, True, pack_spans([(0, 4096), (8192, 1)]))
 MESSAGES = [ASK, Done(7, 2, "no"), Cancel(7)]
@@ -101,18 +108,58 @@ lengths = st.lists(st.one_of(st.integers(1, 1 << 16), st.sampled_from(EDGES[1:])
 def test_a_request_is_cut_into_few_pieces_that_cover_it_or_refused(
     runs: list[int], piece_nbytes: int, packs: bool, gathers: bool
 ) -> None:
-    with suppress(FrameInvalid):
+    try:
         pieces = cut(runs, piece_nbytes, packs=packs, gathers=gathers)
-        assert len(pieces) <= MAX_PIECES
-        assert sum(piece.nbytes for piece in pieces) == sum(runs)
-        for piece in pieces:
-            assert piece.nbytes <= piece_nbytes
-            shared = runs[piece.first : piece.first + piece.num_runs]
-            if piece.num_runs > 1 and packs and min(shared) < PACKED_RUN_NBYTES:
-                assert max(shared) < PACKED_RUN_NBYTES, "short and long ones in one piece"
-                assert piece.nbytes <= MAX_PACKED_NBYTES
-            assert piece.num_runs == 1 or piece.nbytes == sum(shared)
-            assert piece.num_runs == 1 or packs or gathers
+    except FrameInvalid:
+        assert may_refuse(runs, piece_nbytes)
+        return
+    assert MIN_PIECE_NBYTES <= piece_nbytes <= MAX_PIECE_NBYTES
+    assert len(pieces) <= MAX_PIECES
+    check_that_they_cover(pieces, runs)
+    for piece in pieces:
+        assert piece.nbytes <= piece_nbytes
+        shared = runs[piece.first : piece.first + piece.num_runs]
+        if piece.num_runs > 1 and packs and min(shared) < PACKED_RUN_NBYTES:
+            assert max(shared) < PACKED_RUN_NBYTES, "short and long ones in one piece"
+            assert piece.nbytes <= MAX_PACKED_NBYTES
+        assert piece.num_runs == 1 or packs or gathers
+
+
+def may_refuse(runs: list[int], piece_nbytes: int) -> bool:
+    """An impossible length; or more pieces than can be numbered, give or take one for each run."""
+    if not MIN_PIECE_NBYTES <= piece_nbytes <= MAX_PIECE_NBYTES:
+        return True
+    most = sum(-(-nbytes // piece_nbytes) for nbytes in runs)  # where no runs share one
+    return most + len(runs) > MAX_PIECES
+
+
+def check_that_they_cover(pieces: list[Piece], runs: list[int]) -> None:
+    """Every byte of every run is in one piece, in order."""
+    index, skip = 0, 0  # of the next byte
+    for piece in pieces:
+        assert (piece.first, piece.skip) == (index, skip)
+        assert piece.num_runs >= 1
+        if piece.num_runs > 1:
+            assert skip == 0, "the end of a long run in one piece with the next"
+            index += piece.num_runs
+            assert piece.nbytes == sum(runs[piece.first : index])
+        else:
+            skip += piece.nbytes
+            assert 0 < piece.nbytes <= skip <= runs[index]
+            index, skip = (index + 1, 0) if skip == runs[index] else (index, skip)
+    assert (index, skip) == (len(runs), 0)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("packs", [True, False])
+def test_as_many_pieces_are_made_as_can_be_numbered_and_no_more(packs: bool, gathers: bool) -> None:
+    for piece_nbytes in (MIN_PIECE_NBYTES, MAX_PIECE_NBYTES):
+        most = MAX_PIECES * piece_nbytes
+        pieces = cut([most - 1], piece_nbytes, packs=packs, gathers=gathers)
+        assert len(pieces) == MAX_PIECES
+        check_that_they_cover(pieces, [most - 1])
+        with pytest.raises(FrameInvalid):
+            cut([most + 1], piece_nbytes, packs=packs, gathers=gathers)
 
 
 def test_the_longest_request_costs_a_bounded_amount() -> None:

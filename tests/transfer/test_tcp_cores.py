@@ -124,6 +124,10 @@ async def test_only_long_requests_choose_a_core(
         region, into = owner.allocate(nbytes), reader.allocate(nbytes)
         region.view[:] = pattern(nbytes)
         await reader.read(region.export("r"), whole(nbytes), into=into, deadline_s=soon())
+        assert bytes(into.view) == bytes(pattern(nbytes))
+        assert bool(asked) == (nbytes > MANY_NBYTES), "who reads"
+        asked.clear()
+        into.view[:] = pattern(nbytes, seed=2)
         await reader.write(region.export("rw"), whole(nbytes), source=into, deadline_s=soon())
-        assert bytes(into.view) == bytes(region.view)
-    assert bool(asked) == (nbytes > MANY_NBYTES)
+        assert bytes(region.view) == bytes(pattern(nbytes, seed=2))
+        assert bool(asked) == (nbytes > MANY_NBYTES), "who is written to"

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
-from tests.transfer.bulk_harness import Engines, checked_engines, pattern, soon, until, whole
+from tests.transfer.bulk_harness import (
+    LIMIT_S,
+    Engines,
+    checked_engines,
+    pattern,
+    soon,
+    until,
+    whole,
+)
 from tests.transfer.raw_tcp import RawClient, request_frame
 from transfer import loans as loans_module
 from transfer import tcp_server
@@ -24,7 +32,7 @@ from transfer.tcp_codec import COPIED_NBYTES, Op, control_frame, done_frame
 from transfer.tcp_writer import FrameWriter, Source
 
 NBYTES = 4 * COPIED_NBYTES  # fits the socket's buffers: all of it is sent before anybody receives
-FOREVER_S = 60.0  # a wait that is not expected to be used up
+FOREVER_S = 2 * LIMIT_S  # a wait that is not expected to be used up
 AGAIN = b"\xee" * NBYTES
 
 pytestmark = pytest.mark.skipif(not shared_memory_available(), reason="needs memfd")
@@ -88,16 +96,23 @@ async def test_a_revocation_waits_for_the_word_that_the_bytes_were_taken(
         assert part.in_shared_memory, "nothing had to be left behind"
 
 
-async def test_a_reader_says_by_itself_what_it_has_taken() -> None:
+@pytest.mark.parametrize("nbytes", [MIN_FILE_NBYTES, NBYTES])  # the fewest that are lent, and more
+async def test_a_reader_says_by_itself_what_it_has_taken(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[Loans] = []
+    take = Loans.take
+    monkeypatch.setattr(Loans, "take", lambda loans: (lent.append(loans), take(loans)))
     async with checked_engines("tcp") as engines:
         _, region = await lender(engines)
         reader = await engines.make()
-        into = reader.allocate(NBYTES)
+        into = reader.allocate(nbytes)
         for _ in range(3):
-            await reader.read(region.export("r"), whole(NBYTES), into=into, deadline_s=soon())
+            await reader.read(region.export("r"), whole(nbytes), into=into, deadline_s=soon())
         await until(lambda: region.loans.num_out == 0)
+        assert lent == [region.loans] * 3, "each went out by reference"
         assert region.loans.wait_until_returned(0.0)
-        assert np.array_equal(np.frombuffer(into.view, np.uint8), pattern(NBYTES))
+        assert into.view == region.view[:nbytes]
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -184,12 +199,27 @@ class InFile:
         self.num_inside -= 1
 
 
+@contextmanager
+def held(nbytes: int) -> Iterator[Allocation]:
+    """Shared memory that goes when the body ends, however it does."""
+    allocation = Allocation(nbytes, shared=True)
+    allocation.hold()
+    try:
+        yield allocation
+    finally:
+        if allocation.in_use:
+            allocation.release()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_goes_out_by_reference_is_what_would_have_been_copied(seed: int) -> None:
     rng = random.Random(seed)
-    nbytes = 8 * MIN_FILE_NBYTES
-    allocation = Allocation(nbytes, shared=True)
-    allocation.hold()
+    with held(8 * MIN_FILE_NBYTES) as allocation:
+        check_that_both_ways_send_the_same(rng, allocation)
+
+
+def check_that_both_ways_send_the_same(rng: random.Random, allocation: Allocation) -> None:
+    nbytes = allocation.nbytes
     allocation.view[:] = rng.randbytes(nbytes)
     lengths = [rng.choice([1, 100, MIN_FILE_NBYTES, 2 * MIN_FILE_NBYTES + 3]) for _ in range(5)]
     lengths.insert(rng.randrange(6), 6 * MIN_FILE_NBYTES)
@@ -226,37 +256,35 @@ def test_what_goes_out_by_reference_is_what_would_have_been_copied(seed: int) ->
         sent[by_reference] = bytes(stream)
     assert sent[True] == sent[False]
     assert files > 0
-    allocation.release()
 
 
 async def test_an_allocation_keeps_its_file_while_it_is_sent_from() -> None:
-    allocation = Allocation(NBYTES, shared=True)
-    allocation.hold()
-    assert allocation.sending.enter()
-    releasing = asyncio.create_task(asyncio.to_thread(allocation.release))
-    await until(lambda: not allocation.sending.is_open)
-    assert allocation.fd is not None
-    os.fstat(allocation.fd)
-    allocation.sending.leave()
-    await releasing
-    assert allocation.fd is None
-    assert not allocation.sending.enter(), "there is nothing to send from any more"
+    with held(NBYTES) as allocation:
+        assert allocation.sending.enter()
+        releasing = asyncio.create_task(asyncio.to_thread(allocation.release))
+        try:
+            await until(lambda: not allocation.sending.is_open)
+            assert allocation.fd is not None
+            os.fstat(allocation.fd)
+        finally:
+            allocation.sending.leave()  # else its thread waits for ever
+            await releasing
+        assert allocation.fd is None
+        assert not allocation.sending.enter(), "there is nothing to send from any more"
 
 
 def test_nobody_sends_from_a_file_whose_memory_was_left_behind() -> None:
-    allocation = Allocation(NBYTES, shared=True)
-    allocation.hold()
-    mapping = allocation._map_privately
-    inside: list[bool] = []
+    with held(NBYTES) as allocation:
+        mapping = allocation._map_privately
+        inside: list[bool] = []
 
-    def map_privately(fd: int) -> bool:
-        inside.append(allocation.sending.enter())
-        return mapping(fd)
+        def map_privately(fd: int) -> bool:
+            inside.append(allocation.sending.enter())
+            return mapping(fd)
 
-    allocation._map_privately = map_privately  # type: ignore[method-assign]
-    assert allocation.leave_behind()
-    assert inside == [False], "what is stored from here on is not in the file"
-    allocation.release()
+        allocation._map_privately = map_privately  # type: ignore[method-assign]
+        assert allocation.leave_behind()
+        assert inside == [False], "what is stored from here on is not in the file"
 
 
 async def test_an_id_is_not_used_again_before_its_bytes_were_taken() -> None:

@@ -19,7 +19,7 @@ from transfer.token import decode_token
 
 NBYTES = 4 * COPIED_NBYTES
 MANY_NBYTES = 256 * NBYTES  # more than fits the socket's buffers
-FOREVER_S = 600.0  # a wait that is not expected to be used up
+FOREVER_S = 2 * LIMIT_S  # a wait that is not expected to be used up
 ONCE, AGAIN = 0x11, 0xEE
 
 pytestmark = pytest.mark.skipif(not shared_memory_available(), reason="needs memfd")
@@ -172,6 +172,33 @@ async def test_a_reader_says_that_its_socket_is_empty_however_its_read_ended(
         assert reading.cancelled() if error is None else type(reading.exception()) is type(error)
         assert said.count(Op.TAKEN) == 1
         assert said[-1] is Op.TAKEN
+        await user.close()
+
+
+async def test_a_reader_speaks_of_all_that_may_be_lent_and_of_nothing_else() -> None:
+    """One byte more than is copied, as few as are copied, and a last one that says both."""
+    sizes = (COPIED_NBYTES + 1, COPIED_NBYTES, COPIED_NBYTES + 1)
+    said: list[tuple[Op, int]] = []
+    taken = asyncio.Event()
+
+    async def reply(_: RawServer, writer: asyncio.StreamWriter, header: Header, b: bytes) -> None:
+        said.append((header.op, header.request_id))
+        if header.op is Op.READ:
+            nbytes = sizes[header.request_id - 1]
+            writer.write(encode_header(Op.DATA, header.request_id, nbytes) + bytes(nbytes))
+            writer.write(done_frame(header.request_id, None))
+        elif said[-1] == (Op.TAKEN, 3):
+            taken.set()
+
+    async with checked_engines("tcp") as engines, RawServer(reply) as server:
+        user = await engines.make(connections_per_peer=1)
+        into, token = user.allocate(max(sizes)), server.token(max(sizes))
+        for nbytes in sizes:
+            await user.read(token, whole(nbytes), into=into, deadline_s=soon())
+        async with asyncio.timeout(LIMIT_S):
+            await taken.wait()
+        due = [(Op.READ, 1), (Op.TAKEN, 1), (Op.READ, 2), (Op.READ, 3), (Op.TAKEN, 3)]
+        assert said == due
         await user.close()
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.transfer.bulk_harness import (
+    LIMIT_S,
     MIB,
     Engines,
     checked_engines,
@@ -22,7 +26,7 @@ from transfer.interface import Range
 from transfer.ucx_operation import UcxOperation
 
 pytest.importorskip("ucxx")
-from transfer.ucx_binding import Flight, Runs, open_context
+from transfer.ucx_binding import Flight, Runs, Worker, open_context
 from transfer.ucx_calls import IN_PROGRESS, NO_RESOURCE, STATUS, TRUNCATED, Refused
 from transfer.ucx_ucxx import UcxxFlight, UcxxWorker, _translated
 
@@ -218,21 +222,32 @@ def test_a_flight_keeps_its_buffer_until_it_has_completed_and_frees_its_request_
     assert isinstance(flight.error(), PeerLost) == (ends < 0)
 
 
-def test_a_message_is_dropped_whatever_its_length() -> None:
+@contextmanager
+def two_workers() -> Iterator[tuple[Worker, Worker]]:
+    """That know each other."""
     context = open_context(only_this_host=True)
     one, other = context.open_worker(), context.open_worker()
-    one.connect(other.address)
-    other.connect(one.address)
-    for nbytes in (1, 100, 4 * MIB):
+    try:
+        one.connect(other.address)
+        other.connect(one.address)
+        yield one, other
+    finally:
+        for worker in (one, other):
+            worker.break_off()
+            worker.close()
+        context.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4 * MIB])
+def test_a_message_is_dropped_whatever_its_length(nbytes: int) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    with two_workers() as (one, other):
         flight, dropped = one.send(bytearray(nbytes), 5), None
         while dropped is None or not (dropped.completed and flight.completed):
+            assert time.monotonic() < limit_s, f"not dropped within {LIMIT_S} s"
             one.progress()
             other.progress()
             if dropped is None and (message := other.probe()) is not None:
                 assert (message.tag, message.nbytes) == (5, nbytes)
                 dropped = other.drop(message)
         assert dropped.error() is None
-    for worker in (one, other):
-        worker.break_off()
-        worker.close()
-    context.close()

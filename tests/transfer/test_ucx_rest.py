@@ -15,6 +15,10 @@ from transfer.ucx_rest import (
 )
 
 STEP_S = 0.00005  # from one look to the next
+# What may be spent of 5 s, whatever the constants say.
+MOST_STALLED_S = 0.003
+MOST_STUCK_S = 0.1
+MOST_TRICKLED_S = 0.75
 
 
 class Bed:
@@ -74,12 +78,23 @@ def lingered_s(bed: Bed, seconds: float, event_every_s: float) -> float:
 def test_a_peer_that_stalls_costs_one_lingering_and_no_more() -> None:
     bed = Bed(agrees=True)
     bed.rest.disturb()
-    assert lingered_s(bed, 5.0, event_every_s=100.0) <= LINGER_S
+    assert lingered_s(bed, 5.0, event_every_s=100.0) <= LINGER_S < MOST_STALLED_S
+
+
+def test_a_stall_keeps_it_awake_for_a_moment_only() -> None:
+    bed = Bed(agrees=True)
+    bed.rest.disturb()
+    for _ in range(int(MOST_STALLED_S / STEP_S)):
+        if bed.rest.arm_or_give_way(busy=True):
+            return
+        bed.now_s += STEP_S
+    raise AssertionError(f"still awake after {MOST_STALLED_S} s")
 
 
 def test_a_peer_that_trickles_costs_no_more_than_its_share() -> None:
     bed = Bed(agrees=True)
     spent_s = lingered_s(bed, 5.0, event_every_s=0.9 * LINGER_S)
+    assert spent_s <= MOST_TRICKLED_S
     assert MAX_LINGERED_S < spent_s <= 1.1 * (MAX_LINGERED_S + 5.0 / LINGER_SHARE)
 
 
@@ -127,6 +142,7 @@ def test_a_worker_that_never_sleeps_costs_what_may_be_lingered_and_then_few_look
     most_awake_s = SPIN_S + LINGER_S + MAX_LINGERED_S * LINGER_SHARE / (LINGER_SHARE - 1)
     assert spent_s - len(pauses) * STEP_S <= most_awake_s + 2 * STEP_S
     assert len(pauses) <= 5.0 / MAX_PAUSE_S + 6
+    assert spent_s <= MOST_STUCK_S
 
 
 def test_one_event_makes_a_stuck_one_prompt_again() -> None:
@@ -156,6 +172,7 @@ def test_a_trickle_over_a_worker_that_never_sleeps_costs_no_more_than_its_share(
         bed.now_s += 2 * SPIN_S
         more_s, pauses = stuck(bed, 2 * LINGER_S, busy=True)
         spent_s += more_s - len(pauses) * STEP_S
+    assert spent_s <= MOST_TRICKLED_S
     assert MAX_LINGERED_S < spent_s <= 1.1 * (MAX_LINGERED_S + 5.0 / LINGER_SHARE)
 
 
@@ -173,5 +190,6 @@ def test_a_descriptor_that_is_readable_for_nothing_costs_as_much_and_then_few_lo
     assert max(pauses) == MAX_PAUSE_S
     most_awake_s = MAX_LINGERED_S * LINGER_SHARE / (LINGER_SHARE - 1)
     assert looks <= most_awake_s / STEP_S + 2 * (5.0 / MAX_PAUSE_S + 6) + 2
+    assert looks * STEP_S <= MOST_STUCK_S
     bed.rest.disturb()
     assert bed.rest.arm_or_give_way(busy=False), "one event makes it prompt again"
