@@ -28,7 +28,7 @@ class Backoff:
 
     def failed(self, now_s: float, error: TransferError) -> None:
         """A connect ended with ``error``."""
-        self._error = error
+        self._error = type(error)(str(error))  # without the traceback, which holds on to memory
         self._until_s = now_s + self._delay_s
         self._delay_s = min(2 * self._delay_s, BACKOFF_MAX_S)
 

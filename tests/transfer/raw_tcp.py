@@ -112,6 +112,7 @@ class RawServer:
         self._secret = secret
         self._greeting = greeting
         self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
         self.port = 0
 
     async def __aenter__(self) -> Self:
@@ -125,8 +126,11 @@ class RawServer:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        """Hang up on everybody: what nobody answers any more must not stay open."""
         assert self._server is not None
         self._server.close()
+        for writer in self._writers:
+            writer.close()
         await self._server.wait_closed()
 
     def token(self, nbytes: int) -> bytes:
@@ -135,10 +139,12 @@ class RawServer:
         return encode_token(Token(TOKEN_VERSION, endpoint, 1 << 16, nbytes, "rw", b"c" * 16, False))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             with suppress(ConnectionError, asyncio.IncompleteReadError):
                 await self._converse(reader, writer)
         finally:
+            self._writers.discard(writer)
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 from transfer.errors import PeerUnreachable, Stale
 from transfer.tcp_backoff import BACKOFF_FIRST_S, BACKOFF_MAX_S, Backoff
 
@@ -52,3 +55,25 @@ def test_success_forgets_the_failures() -> None:
     assert backoff.refusal(now_s) is None
     backoff.failed(now_s, PeerUnreachable("again"))
     assert backoff.refusal(now_s + BACKOFF_FIRST_S) is None
+
+
+def test_a_remembered_error_holds_on_to_nothing_of_the_operation_that_met_it() -> None:
+    """Its traceback refers to frames, and those to the memory that was to be read into."""
+
+    class Memory:
+        pass
+
+    backoff, seen = Backoff(), []
+
+    def operation() -> None:
+        memory = Memory()
+        seen.append(weakref.ref(memory))
+        raise PeerUnreachable("nobody there")
+
+    try:
+        operation()
+    except PeerUnreachable as error:
+        backoff.failed(0.0, error)
+    gc.collect()
+    assert seen[0]() is None
+    assert backoff.refusal(0.0) is not None
