@@ -10,7 +10,7 @@ accepts nothing: ``match`` and ``get`` say absent, ``put`` says failed. Callers 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -83,11 +83,11 @@ class PutPolicy(msgspec.Struct, frozen=True, kw_only=True):
         namespace: the tenant whose quota the page counts against: the root of its key chain
             (``kvstore.keys.namespace_of``). Empty: the tenant of pages that name none.
         priority: 0..100; pages of lower priority are evicted first.
-        priority_s: how long the priority holds; a raised one falls back to the default after it.
-            None: for good.
+        priority_s: how long the priority holds, a float; a raised one falls back to the default
+            after it. None: for good.
 
     Raises:
-        ValueError: a number is out of range; the message names it.
+        ValueError: a field is of another type, or out of range; the message names it.
     """
 
     namespace: bytes = b""
@@ -95,12 +95,28 @@ class PutPolicy(msgspec.Struct, frozen=True, kw_only=True):
     priority_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.priority <= PRIORITY_MAX:
-            raise ValueError(f"priority={self.priority}: must be 0..{PRIORITY_MAX}")
-        if self.priority_s is not None and not 0 < self.priority_s < math.inf:
-            raise ValueError(f"priority_s={self.priority_s}: must be positive and finite")
+        priority, priority_s = self.priority, self.priority_s
+        if type(priority) is not int:  # nor a bool, nor a number of numpy: a node takes neither
+            text = f"an int, 0..{PRIORITY_MAX}; {PRIORITY_DEFAULT} is the default"
+            raise ValueError(f"priority={priority!r}: must be {text}")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise ValueError(f"priority={priority}: must be 0..{PRIORITY_MAX}")
+        if priority_s is not None:
+            self._check_time(priority_s)
+        if type(self.namespace) is not bytes:
+            text = "bytes: kvstore.keys.namespace_of(model, spec), or b'' for none"
+            raise ValueError(f"namespace={self.namespace!r}: must be {text}")
         if len(self.namespace) not in (0, KEY_NBYTES):
             raise ValueError(f"namespace of {len(self.namespace)} bytes: must be {KEY_NBYTES}")
+
+    def _check_time(self, priority_s: float) -> None:
+        if type(priority_s) not in (int, float):
+            text = "a number of seconds, or None for good"
+            raise ValueError(f"priority_s={priority_s!r}: must be {text}")
+        if not 0 < priority_s <= sys.float_info.max:
+            raise ValueError(f"priority_s={priority_s}: must be positive and finite")
+        if type(priority_s) is int:
+            msgspec.structs.force_setattr(self, "priority_s", float(priority_s))
 
 
 DEFAULT_POLICY = PutPolicy()
@@ -169,6 +185,11 @@ class PageStore(Protocol):
     for pages that are absent or being written now. ``on_page(index, outcome)`` is called once per
     page as soon as its outcome is known, in any order. ``get`` never touches the destination
     after it has returned or been cancelled. Only pages with outcome READ hold defined bytes.
+
+    Raises:
+        ValueError: what was asked is none of the above: a deadline that is not finite, something
+            that is no page or key, a place outside the region (``kvstore/asking.py``). Nothing
+            was done.
     """
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]: ...

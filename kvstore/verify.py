@@ -26,11 +26,13 @@ def same_identity(record: PageRecord | PageIdentity, identity: PageIdentity) -> 
 
 def well_formed(identity: PageIdentity | PageRecord, spec: PageSpec) -> bool:
     """True when a peer's identity can be a page of ``spec`` at all."""
+    nbytes = len(identity.tokens)
     return (
-        len(identity.tokens) % 4 == 0
-        and 1 <= identity.num_tokens <= spec.page_size
+        nbytes % 4 == 0
+        and 4 <= nbytes <= 4 * spec.page_size
         and 0 <= identity.depth < DEPTH_MAX
         and len(identity.key) == len(identity.parent) == KEY_NBYTES
+        and identity.key != identity.parent
     )
 
 

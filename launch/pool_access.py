@@ -52,7 +52,5 @@ def stage_pool(store: PageStore, pool: PagePool, transfer: Transfer) -> PoolAcce
         human_size(num_pages * page_nbytes),
         num_pages,
     )
-    staged = StagedStore(
-        store, transfer=transfer, pages=PoolPages(pool, num_pages), page_nbytes=page_nbytes
-    )
+    staged = StagedStore(store, transfer=transfer, pages=PoolPages(pool, num_pages), spec=pool.spec)
     return PoolAccess(staged, staged.region)

@@ -21,6 +21,7 @@ each begun after the one before had failed, count as a failure of the node.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -44,10 +45,13 @@ from transfer.errors import (
 from transfer.identity import NodeId
 from transfer.membership import NodeInfo
 
+log = logging.getLogger(__name__)
+
 SESSION_S_MAX = 1e8  # three years
 SLOW_S = 0.5  # an unanswered call of this age counts as a failure of the node
 NO_OFFERS_S = 10.0  # after the node could not read from here, before it is asked to again
 BULK_INCIDENTS_MAX = 4  # failed bulk operations in a row that count as a failure of the node
+OUR_MISTAKES = ("bad_message", "bad_page", "bad_keys")  # codes: asked again it fails again
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -92,6 +96,7 @@ class StoreLink:
         self._num_incidents = 0
         self._incident_s = 0.0
         self._offers_from_s = 0.0
+        self._mistakes: set[str] = set()  # codes that were logged
         self._closed = False
 
     @property
@@ -145,6 +150,9 @@ class StoreLink:
     def judge(self, error: TransferError, *, waited_s: float) -> None:
         """Take note of a failed call: back off, reconnect, or neither."""
         if isinstance(error, RemoteFailed):
+            if error.code in OUR_MISTAKES and error.code not in self._mistakes:
+                self._mistakes.add(error.code)
+                log.warning("%s takes no such request from here: %s", self.node_id, error)
             if error.code in ("stale_incarnation", "closed"):
                 self._drop_session()
             if error.code == "closed":

@@ -4,8 +4,8 @@ Owns one client's links, background work and counters; the calls themselves are 
 ``PageReader`` and ``PageWriter``. The network, transfer and membership objects are the caller's.
 
 Guarantees, beyond ``PageStore``: a call is bounded by its deadline; a node that does not answer is
-skipped for a back-off time; no exception of the world reaches the caller, only outcomes. Regions
-handed in must be host memory (``Region.view``).
+skipped for a back-off time; no exception of the world reaches the caller, only outcomes. What no
+store could do is a ``ValueError`` at once. Regions handed in must be host memory (``Region.view``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvstore.asking import check_keys, check_pages
 from kvstore.client.background import Background
 from kvstore.client.link import StoreLink
 from kvstore.client.links import ClientParts, StoreLinks
@@ -82,6 +83,7 @@ class StoreClient:
         membership.subscribe(self.links.follow)
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
+        check_keys(keys, deadline_s)
         matcher = PageMatcher(self._parts, keys, deadline_s=deadline_s)
         return await matcher.run()
 
@@ -93,6 +95,7 @@ class StoreClient:
         deadline_s: float,
         policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
+        check_pages(pages, self.spec, source, deadline_s)
         result = None
         if len(pages) == 1:
             result = await put_one(
@@ -116,6 +119,7 @@ class StoreClient:
         wait: bool = False,
         on_page: Callable[[int, GetOutcome], None] | None = None,
     ) -> GetResult:
+        check_pages(pages, self.spec, into, deadline_s)
         result = None
         if len(pages) == 1:
             result = await get_one(

@@ -20,8 +20,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 
+from kvstore.asking import check_keys, check_pages
 from kvstore.device.staging import DevicePages, DeviceRegion, PageMove, Staging, StagingSlots
-from kvstore.page import PageKey
+from kvstore.page import PageKey, PageSpec
 from kvstore.store import (
     DEFAULT_POLICY,
     GetOutcome,
@@ -58,7 +59,7 @@ class StagedStore:
         store: where pages live; closed with this one.
         transfer: registers the staging memory.
         pages: the device's page memory.
-        page_nbytes: bytes of a page.
+        spec: geometry of the pages, as ``store`` has it.
 
     Attributes:
         region: the device's page memory as an address space.
@@ -66,14 +67,16 @@ class StagedStore:
     """
 
     def __init__(
-        self, store: PageStore, *, transfer: Transfer, pages: DevicePages, page_nbytes: int
+        self, store: PageStore, *, transfer: Transfer, pages: DevicePages, spec: PageSpec
     ) -> None:
+        self.spec = spec
         self.region = DeviceRegion(pages.nbytes)
         self.counters: Counter[str] = Counter()
-        self.staging = Staging(pages, transfer=transfer, page_nbytes=page_nbytes)
+        self.staging = Staging(pages, transfer=transfer, page_nbytes=spec.page_nbytes)
         self.inner = store
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
+        check_keys(keys, deadline_s)
         return await self.inner.match(keys, deadline_s=deadline_s)
 
     async def put(
@@ -84,6 +87,7 @@ class StagedStore:
         deadline_s: float,
         policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
+        check_pages(pages, self.spec, source, deadline_s)
         return await _Put(self, pages, _device(source), deadline_s, policy).run()
 
     async def get(
@@ -95,6 +99,7 @@ class StagedStore:
         wait: bool = False,
         on_page: OnPage | None = None,
     ) -> GetResult:
+        check_pages(pages, self.spec, into, deadline_s)
         return await _Get(self, pages, _device(into), deadline_s, on_page).run(wait=wait)
 
     async def close(self) -> None:

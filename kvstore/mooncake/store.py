@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from kvstore.asking import check_keys, check_pages
 from kvstore.mooncake.binding import Library
 from kvstore.mooncake.config import MATCHES_MAX, PROBE_KEYS_MAX, MooncakeConfig
 from kvstore.mooncake.connection import Connection
@@ -50,6 +51,7 @@ class MooncakeStore:
         return await self._connection.wait_until_connected(deadline_s)
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
+        check_keys(keys, deadline_s)
         states = [PageState.ABSENT] * len(keys)
         if not keys or (
             await self._connection.watch.within(self._matches.acquire(), deadline_s) is None
@@ -75,6 +77,7 @@ class MooncakeStore:
     ) -> PutResult:
         """As promised by ``PageStore``. Above the default priority a page is soft-pinned: Mooncake
         evicts it after all others, for ``priority_s`` or the master's own time."""
+        check_pages(pages, self.spec, source, deadline_s)
         writing = PageWriting(
             self._connection, pages, source=source, deadline_s=deadline_s, policy=policy
         )
@@ -92,6 +95,7 @@ class MooncakeStore:
         wait: bool = False,
         on_page: Callable[[int, GetOutcome], None] | None = None,
     ) -> GetResult:
+        check_pages(pages, self.spec, into, deadline_s)
         reading = PageReading(
             self._connection, pages, into=into, deadline_s=deadline_s, on_page=on_page
         )

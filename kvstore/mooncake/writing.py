@@ -40,7 +40,7 @@ from kvstore.store import (
     PutResult,
     TransferCount,
 )
-from kvstore.verify import same_identity, well_formed
+from kvstore.verify import same_identity
 from transfer.interface import Region, deadline_after, remaining_s
 
 
@@ -167,12 +167,7 @@ class PageWriting:
         self._outcomes: dict[int, PutOutcome] = {}
 
     async def run(self) -> PutResult:
-        todo = []
-        for i, page in enumerate(self._pages):
-            if well_formed(page.identity, self._c.spec):
-                todo.append(i)
-            else:
-                self._outcomes[i] = PutOutcome.REFUSED
+        todo = list(range(len(self._pages)))
         while todo and remaining_s(self._deadline_s) > 0 and self._c.native is not None:
             todo = await self._round(self._c.native, todo)
         outcomes = [self._outcomes.get(i, PutOutcome.FAILED) for i in range(len(self._pages))]

@@ -46,14 +46,13 @@ class Admission:
         ``patient``: LATER for what would have to push out pages without a copy on the SSD.
         """
         page_nbytes = spec.page_nbytes
-        spec_id = self._table.spec_id(spec)
-        self.last_page_nbytes = page_nbytes
+        spec_id = self._table.known_spec(spec)
         for page in pages:  # first all parents, so that none is evicted for its children
             parent = self._table.find(page.parent)
             if parent and not (patient and self._table.on_ssd[parent]):
                 self._ledger.protect(parent)  # one with a copy may have to: all memory is its own
         out: list[Reservation] = []
-        evict = fits = page_nbytes <= self._ledger.segment.nbytes and spec_id is not None
+        evict = fits = self._fits(spec)
         for page in pages:
             row = self._table.find(page.key)
             if row:
@@ -61,16 +60,26 @@ class Admission:
                 continue
             if evict:
                 self._evictor.make_room(page_nbytes, policy.namespace, patient=patient)
-            slot = None if spec_id is None else self._ledger.segment.allocate(page_nbytes)
-            if slot is None or spec_id is None:
+            slot = self._ledger.segment.allocate(page_nbytes) if fits else None
+            if slot is None:
                 evict = False
                 later = patient and fits and self._evictor.sparing
                 self._ledger.counters["refused"] += not later
                 out.append(Reservation(ReserveStatus.LATER if later else ReserveStatus.REFUSED))
             else:
+                spec_id = self._table.spec_id(spec)  # from here on, as there is a page of it
+                assert spec_id is not None, "pages have only gone since it was asked"
                 out.append(self._grant(page, spec_id, slot, policy, writer))
         self._evictor.end_request()
         return out
+
+    def _fits(self, spec: PageSpec) -> bool:
+        """Memory has room for a page of ``spec``, and the table for its geometry."""
+        page_nbytes = spec.page_nbytes
+        if page_nbytes > self._ledger.segment.nbytes or not self._table.takes_spec(spec):
+            return False
+        self.last_page_nbytes = page_nbytes
+        return True
 
     def _grant(
         self,

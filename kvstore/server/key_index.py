@@ -146,6 +146,10 @@ class KeyIndex:
         slots[hole] = NULL_ROW
         self._num -= 1
 
+    def note(self, row: int, key: bytes) -> None:
+        """Have ``key`` tell this key of a row that is not indexed."""
+        self._key_bytes[row * KEY_NBYTES : (row + 1) * KEY_NBYTES] = key
+
     # ---- many keys
 
     def hashed(self, keys: Sequence[bytes]) -> dict[bytes, int]:

@@ -19,6 +19,7 @@ The codes of the indexed states are those of the wire (``messages.STATES``): a m
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class PageTable:
         self.namespaces = Names()
         self.specs: list[PageSpec] = []
         self._page_nbytes: list[int] = []  # by spec: asked for often, a spec computes it each time
+        self._num_of_spec: list[int] = []  # rows by spec; the number of one without any is free
         self._spec_ids: dict[PageSpec, int] = {}
         self._tokens: dict[int, TokenStore] = {}
         self._columns = Columns(**_DTYPES)
@@ -163,15 +165,18 @@ class PageTable:
             self._grow(2 * self._columns.num_rows)
         self.index.insert(row, page.key)
         self.spec[row] = spec_id
-        self.depth[row] = page.depth
+        self._num_of_spec[spec_id] += 1
+        self.depth[row] = depth = page.depth
         self.num_tokens[row] = page.num_tokens
         self._place[row] = self._tokens_of(spec_id).put(page.tokens)
         self.namespace[row] = self.namespaces.join(namespace)
         parent = self.index.find(page.parent)
-        self.trunk[row] = trunk = self.trunks.join(page.parent, parent)
+        if parent and self.depth[parent] + 1 != depth:
+            parent = NULL_ROW  # what a client says is no ancestry: two pages could be each other's
+        self.trunk[row] = trunk = self.trunks.join(page.parent, parent, depth)
         if parent:
             self.children[parent] = trunk
-        self.children[row] = children = self.trunks.find(page.key)
+        self.children[row] = children = self.trunks.find(page.key, depth + 1)
         if children:
             self.trunks.page[children] = row
         return row
@@ -191,7 +196,9 @@ class PageTable:
 
     def free(self, row: int) -> None:
         """Give an unlinked row back."""
-        self._tokens_of(self.spec[row]).drop(self._place[row])
+        spec_id: int = self.spec[row]
+        self._tokens_of(spec_id).drop(self._place[row])
+        self._num_of_spec[spec_id] -= 1
         self.namespaces.leave(self.namespace[row])
         self.state[row] = self.pinned[row] = self.on_ssd[row] = self.queued[row] = 0
         self.offset[row] = self.generation[row] = self.score[row] = 0
@@ -200,13 +207,30 @@ class PageTable:
 
     # ---- geometry
 
+    def known_spec(self, spec: PageSpec) -> int | None:
+        """The small number of ``spec``; None before ``spec_id`` has given it one."""
+        return self._spec_ids.get(spec)
+
+    def takes_spec(self, spec: PageSpec) -> bool:
+        """``spec`` has a number, or could get one."""
+        return spec in self._spec_ids or len(self.specs) < SPECS_MAX or 0 in self._num_of_spec
+
     def spec_id(self, spec: PageSpec) -> int | None:
-        """A small number for ``spec``; None when there are too many of them."""
+        """Likewise, given now: its pages must fit, and one is added next. It holds while pages of
+        it are here, then until another needs it. None when there are too many."""
         known = self._spec_ids.get(spec)
-        if known is None and len(self.specs) < SPECS_MAX:
-            known = self._spec_ids[spec] = len(self.specs)
+        if known is not None or not self.takes_spec(spec):
+            return known
+        if len(self.specs) < SPECS_MAX:
+            known = len(self.specs)
             self.specs.append(spec)
             self._page_nbytes.append(spec.page_nbytes)
+            self._num_of_spec.append(0)
+        else:
+            known = self._num_of_spec.index(0)
+            del self._spec_ids[self.specs[known]]
+            self.specs[known], self._page_nbytes[known] = spec, spec.page_nbytes
+        self._spec_ids[spec] = known
         return known
 
     def spec_of(self, row: int) -> PageSpec:
@@ -309,6 +333,9 @@ class PageTable:
         self.index.check()
         self.trunks.check()
         used, indexed = self.used_rows(), self.indexed_rows()
+        of_spec = Counter(self.spec[row] for row in used)
+        assert self._num_of_spec == [of_spec[i] for i in range(len(self.specs))]
+        assert self._spec_ids == {spec: i for i, spec in enumerate(self.specs)}
         assert len(used) == len(self._rows) == sum(len(store) for store in self._tokens.values())
         assert len(indexed) == len(self.index)
         trunks: dict[int, list[int]] = {}
@@ -323,7 +350,11 @@ class PageTable:
         assert names.counts() == {names.name(n): count for n, count in namespaces.items()}
         assert len(trunks) == len(self.trunks)
         for trunk, children in trunks.items():
+            depth = self.trunks.depth[trunk]
+            assert all(self.depth[row] == depth for row in children), trunk
             parent = self.index.find(self.trunks.key(trunk))
+            if self.trunks.stray[trunk] or (parent and self.depth[parent] + 1 != depth):
+                parent = NULL_ROW
             assert self.trunks.page[trunk] == parent, trunk
             assert not parent or self.children[parent] == trunk, trunk
             assert self.trunks.num_children[trunk] == len(children), trunk

@@ -165,14 +165,15 @@ class Promoting:
         """Read the page into its slot when it is its ``turn``, if it was granted one."""
         if not begun:
             return
-        promotion, loaded, done = begun[0], False, False
+        promotion, loaded, record = begun[0], False, None
+        key = promotion.key
         try:
             async with turn:
-                record = await self._tier.load(promotion.key, self._bytes_of(promotion.slot))
+                record = await self._tier.load(key, self._bytes_of(promotion.slot))
             loaded = record is not None and record.checksum == promotion.checksum
-            done = True
         finally:
             self._spilling.end_promote(promotion, loaded=loaded)
-        if done and not loaded and self._tier.degraded is None:
-            self._spilling.lost(promotion.key)
-            self._tier.remove([promotion.key])
+        if record is not None and not loaded:
+            self._tier.remove([key])  # it is no copy of the page that this node knows
+        if not loaded and key not in self._tier:
+            self._spilling.lost(key)

@@ -36,12 +36,17 @@ EARLIER_LIFE = 1e9  # half-lives: heats of an earlier life are an order below al
 
 
 class Spill(NamedTuple):
-    """A page to copy to the SSD; it keeps its slot until ``end_spill``."""
+    """A page to copy to the SSD; it keeps its slot until ``end_spill``.
+
+    Attributes:
+        early: it is not its turn to go, and comes to be only by the copy.
+    """
 
     row: int
     slot: Slot
     stamp: int
     page: TierPage
+    early: bool = False
 
 
 class Adopted(NamedTuple):
@@ -117,9 +122,11 @@ class Spilling:
 
     def _adopt(self, page: TierPage, policies: dict[tuple[bytes, int], PutPolicy]) -> bool:
         record, spec = page.record, page.spec
+        fits = spec.page_nbytes == record.page_nbytes <= self._ledger.segment.nbytes
+        if not fits or not well_formed(record, spec):
+            return False
         spec_id = self._table.spec_id(spec)
-        fits = well_formed(record, spec) and record.page_nbytes == spec.page_nbytes
-        if spec_id is None or not fits:
+        if spec_id is None:
             return False
         policy = policies.get((page.namespace, page.priority))
         if policy is None:
@@ -222,7 +229,7 @@ class Spilling:
         row = self._table.find(key)
         if not row or self._table.state[row] != READY or self._table.on_ssd[row]:
             return None
-        return self._begin(row)
+        return self._begin(row)._replace(early=True)
 
     def _choose(self) -> int | None:
         """Take out the next candidate of the tenant that will have to give."""
@@ -262,6 +269,8 @@ class Spilling:
         table.num_holds[row] -= 1
         unused = table.stamp[row] == spill.stamp
         unused = unused and (stored or not failed)
+        if spill.early and stored and row not in ledger.line:
+            ledger.dequeue(row)  # who needs room during a drain is given that of copied pages
         if alive and unused and not table.queued[row] and ledger.eligible(row):
             ledger.line_up(row)
         elif not table.num_holds[row]:

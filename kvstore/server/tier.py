@@ -70,6 +70,10 @@ class Tier(Protocol):
         """Say how warm a page is now; an unknown key is ignored."""
         ...
 
+    def __contains__(self, key: PageKey) -> bool:
+        """The tier has the page, also while it cannot be read."""
+        ...
+
     async def store(self, page: TierPage, data: memoryview) -> bool:
         """Write one page; True once ``load`` would find it (durable sooner or later, whole or
         not at all). ``data`` stays unchanged until this returns. False: not stored, for want of
@@ -82,7 +86,8 @@ class Tier(Protocol):
 
     async def load(self, key: PageKey, into: memoryview) -> PageRecord | None:
         """Read one page into ``into``, verified against its checksum. None: absent, or damaged
-        (then it is removed and counted). ``into`` holds nothing defined unless a record returns.
+        (then it is removed and counted), or not now: it is still in the tier. ``into`` holds
+        nothing defined unless a record returns.
 
         Returns, also when cancelled, only after the last byte has been written to ``into``.
         """

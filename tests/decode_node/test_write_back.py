@@ -76,7 +76,9 @@ class Bench:
         page_ids = self.allocator.allocate(len(names)) or []
         return [
             (
-                PageIdentity(key=PageKey(b"%016d" % n), parent=b"", depth=0, tokens=b"\0" * 4 * S),
+                PageIdentity(
+                    key=PageKey(b"%032d" % n), parent=bytes(32), depth=0, tokens=b"\0" * 4 * S
+                ),
                 page_id,
             )
             for n, page_id in zip(names, page_ids, strict=True)

@@ -7,18 +7,43 @@ allocate regions with.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from kvstore.page import PageKey
-from kvstore.store import GetOutcome, PageState, PageStore, PutOutcome
+from kvstore.store import (
+    GetOutcome,
+    GetPage,
+    PageIdentity,
+    PageState,
+    PageStore,
+    PutOutcome,
+    PutPage,
+)
+from kvstore.verify import DEPTH_MAX
 from tests.kvstore.pages import SPEC, empty, filled, holds, sequence
 from transfer.interface import Transfer, deadline_after
 
 NUM_CLIENT_OPS = 256
+NO_PAGES: dict[str, dict[str, Any]] = {
+    "no tokens": {"tokens": b""},
+    "half a token": {"tokens": b"abc"},
+    "more tokens than a page has": {"tokens": bytes(4 * (SPEC.page_size + 1))},
+    "key too short": {"key": b"k" * 31},
+    "key too long": {"key": b"k" * 33},
+    "no parent": {"parent": b""},
+    "before the first": {"depth": -1},
+    "too deep": {"depth": DEPTH_MAX},
+    "text for tokens": {"tokens": "abcd"},
+    "text for a parent": {"parent": "p" * 32},
+    "key of nothing": {"key": None},
+    "half a depth": {"depth": 0.5},
+    "its own parent": {"key": b"k" * 32, "parent": b"k" * 32},
+}
 
 
 class Stores(NamedTuple):
@@ -26,6 +51,22 @@ class Stores(NamedTuple):
 
     open: Callable[[], Awaitable[PageStore]]
     transfer: Transfer
+
+
+async def _asking(
+    stores: Stores, pages: list[PageIdentity], deadline_s: float
+) -> list[Callable[[], Awaitable[Any]]]:
+    """A put, a get, a get that waits, and a match of these pages."""
+    store = await stores.open()
+    region = stores.transfer.allocate(len(pages) * SPEC.page_nbytes)
+    puts = [PutPage(page, i * SPEC.page_nbytes) for i, page in enumerate(pages)]
+    gets = [GetPage(*page) for page in puts]
+    return [
+        lambda: store.put(puts, source=region, deadline_s=deadline_s),
+        lambda: store.get(gets, into=region, deadline_s=deadline_s),
+        lambda: store.get(gets, into=region, deadline_s=deadline_s, wait=True),
+        lambda: store.match([page.key for page in pages], deadline_s=deadline_s),
+    ]
 
 
 async def put_all(stores: Stores, store: PageStore, tokens: list[int] | range) -> list[PutOutcome]:
@@ -247,6 +288,61 @@ class PageStoreContract:
         async with asyncio.TaskGroup() as tasks:
             for number in range(NUM_CLIENT_OPS):
                 tasks.create_task(use(number))
+
+    @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -math.inf, None, "soon"])
+    async def test_a_deadline_that_is_no_time_is_a_value_error(
+        self, stores: Stores, deadline_s: Any
+    ) -> None:
+        with_it = await _asking(stores, sequence(range(8)), deadline_s)
+        for call in with_it:
+            with pytest.raises(ValueError, match=f"deadline_s={deadline_s!r}.*deadline_after"):
+                await call()
+
+    @pytest.mark.parametrize("num_good", [0, 1])
+    @pytest.mark.parametrize("name", NO_PAGES)
+    async def test_what_is_no_page_is_a_value_error_and_nothing_is_done(
+        self, stores: Stores, name: str, num_good: int
+    ) -> None:
+        good, bad = sequence(range(8))
+        pages = [*[good] * num_good, msgspec.structs.replace(bad, **NO_PAGES[name])]
+        put, get, wait, match = await _asking(stores, pages, deadline_after(5))
+        for call in put, get, wait:
+            with pytest.raises(ValueError, match=rf"pages\[{num_good}\] is no page of .*key of"):
+                await call()
+        if name.startswith("key "):
+            with pytest.raises(ValueError, match=rf"keys\[{num_good}\]="):
+                await match()
+        store = await stores.open()
+        assert await store.match([good.key], deadline_s=deadline_after(5)) == [PageState.ABSENT]
+
+    @pytest.mark.parametrize("offset", [0.5, None, "0"])
+    async def test_a_place_that_is_no_int_is_a_value_error(
+        self, stores: Stores, offset: Any
+    ) -> None:
+        store, page = await stores.open(), sequence(range(4))[0]
+        region = stores.transfer.allocate(SPEC.page_nbytes)
+        with pytest.raises(ValueError, match=f"at {offset!r}: must be an int"):
+            await store.put([PutPage(page, offset)], source=region, deadline_s=deadline_after(5))
+        with pytest.raises(ValueError, match=f"at {offset!r}: must be an int"):
+            await store.get([GetPage(page, offset)], into=region, deadline_s=deadline_after(5))
+
+    @pytest.mark.parametrize("num_good", [0, 1])
+    @pytest.mark.parametrize("place", [-1, 1])
+    async def test_a_place_outside_the_region_is_a_value_error(
+        self, stores: Stores, place: int, num_good: int
+    ) -> None:
+        store, pages = await stores.open(), sequence(range(4 + 4 * num_good))
+        source, puts = filled(stores.transfer, pages)
+        into, gets = empty(stores.transfer, pages)
+        offset = puts[-1].local_offset + 1 if place > 0 else place
+        puts[-1] = puts[-1]._replace(local_offset=offset)
+        gets[-1] = gets[-1]._replace(local_offset=offset)
+        text = rf"pages\[{num_good}\] at {offset}.*the region has {source.nbytes} bytes"
+        with pytest.raises(ValueError, match=text):
+            await store.put(puts, source=source, deadline_s=deadline_after(5))
+        with pytest.raises(ValueError, match=text):
+            await store.get(gets, into=into, deadline_s=deadline_after(5))
+        assert await store.match([pages[0].key], deadline_s=deadline_after(5)) == [PageState.ABSENT]
 
     async def test_close_may_be_repeated(self, stores: Stores) -> None:
         store = await stores.open()

@@ -114,4 +114,4 @@ def staged(
     store: PageStore, transfer: Transfer, device: Device, *, num_staging_pages: int
 ) -> tuple[StagedStore, NumpyPages]:
     pages = NumpyPages(device, num_staging_pages)
-    return StagedStore(store, transfer=transfer, pages=pages, page_nbytes=PAGE), pages
+    return StagedStore(store, transfer=transfer, pages=pages, spec=SPEC), pages

@@ -15,7 +15,9 @@ class FakeTier:
 
     Attributes:
         gate: stores and loads wait here while it is cleared.
-        broken: why it takes nothing any more.
+        broken: why it takes nothing any more, and gives nothing.
+        full: why it takes nothing any more; what it has can be loaded.
+        busy: loads are refused.
         damaged: keys that do not verify when they are loaded.
     """
 
@@ -24,6 +26,8 @@ class FakeTier:
         self.gate = asyncio.Event()
         self.gate.set()
         self.broken: str | None = None
+        self.full: str | None = None
+        self.busy = False
         self.damaged: set[PageKey] = set()
         self.num_stores = 0
         self.num_loads = 0
@@ -34,7 +38,7 @@ class FakeTier:
 
     @property
     def degraded(self) -> str | None:
-        return self.broken
+        return self.broken or self.full
 
     @property
     def num_pages(self) -> int:
@@ -50,6 +54,9 @@ class FakeTier:
 
     def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
         self._told = told
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self.pages
 
     def touch(self, key: PageKey, heat: float) -> None:
         if key in self.pages:
@@ -70,7 +77,7 @@ class FakeTier:
     async def store(self, page: TierPage, data: memoryview) -> bool:
         self.num_stores += 1
         await self.gate.wait()
-        if self.broken is not None or not self._make_room(page.heat):
+        if self.degraded is not None or not self._make_room(page.heat):
             return False
         self.pages[page.record.key] = (page, bytes(data))
         return True
@@ -78,12 +85,13 @@ class FakeTier:
     async def load(self, key: PageKey, into: memoryview) -> PageRecord | None:
         self.num_loads += 1
         await self.gate.wait()
-        if self.broken is not None or key not in self.pages:
+        if self.broken is not None or self.busy or key not in self.pages:
             return None
         page, data = self.pages[key]
         into[:] = data
         if key in self.damaged:
             into[0] ^= 1
+            del self.pages[key]
             return None
         return page.record
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvstore.asking import check_keys, check_pages
 from kvstore.checksum import checksum_of
 from kvstore.page import PageKey, PageSpec
 from kvstore.store import (
@@ -97,6 +98,7 @@ class MemoryStore:
         self._waiters: dict[asyncio.Future[None], None] = {}
 
     async def match(self, keys: Sequence[PageKey], *, deadline_s: float) -> list[PageState]:
+        check_keys(keys, deadline_s)
         if not await self._pause(self.faults.match_delay_s, deadline_s):
             return [PageState.ABSENT] * len(keys)
         return [self._state(key) for key in keys]
@@ -119,6 +121,7 @@ class MemoryStore:
         deadline_s: float,
         policy: PutPolicy = DEFAULT_POLICY,
     ) -> PutResult:
+        check_pages(pages, self.spec, source, deadline_s)
         outcomes: dict[int, PutOutcome] = {}
         written = 0
         todo = list(range(len(pages)))
@@ -192,6 +195,7 @@ class MemoryStore:
         wait: bool = False,
         on_page: Callable[[int, GetOutcome], None] | None = None,
     ) -> GetResult:
+        check_pages(pages, self.spec, into, deadline_s)
         outcomes: dict[int, GetOutcome] = {}
         moved = 0
 

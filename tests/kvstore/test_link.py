@@ -222,3 +222,18 @@ async def test_revoked_memory_means_new_tokens_not_a_dead_node(cluster: StoreClu
     link.judge_bulk(RegionRevoked("gone"), started_s=asyncio.get_running_loop().time())
     assert await get_all(stores, client, range(4)) == [GetOutcome.READ]
     assert client.counters()["connects"] == before + 1
+
+
+@pytest.mark.parametrize("code", ["bad_page", "bad_message", "bad_keys"])
+async def test_a_request_that_no_node_takes_is_logged_once(
+    code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = quiet_link()
+    for number in range(3):
+        link.judge(RemoteFailed(code, f"number {number}"), waited_s=0.0)
+        link.judge(RemoteFailed("draining", "closes soon"), waited_s=0.0)
+    said = [record for record in caplog.records if record.name == "kvstore.client.link"]
+    assert [record.levelname for record in said] == ["WARNING"]
+    assert code in said[0].getMessage()
+    assert "number 0" in said[0].getMessage()
+    assert link.usable, "it is no fault of the node"

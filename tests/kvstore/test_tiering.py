@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from kvstore.page import PageKey
@@ -112,6 +113,50 @@ async def test_a_disk_that_breaks_while_a_page_is_on_it_leaves_it_for_later(benc
     bench.tier.broken = None
     await bench.promote(pages[0])
     assert present(bench.d, pages[:1]) == [True]
+
+
+async def test_a_page_that_a_degraded_tier_has_dropped_is_absent_and_can_be_put_again(
+    bench: Bench,
+) -> None:
+    pages = bench.put_all(range(19))
+    await bench.spill()
+    bench.evict(9)
+    bench.tier.full = "no space left"
+    bench.tier.damaged.add(pages[0].key)
+    await bench.promote(pages[0], pages[1])
+    assert match(bench.d, pages[:2]) == [PageState.ABSENT, PageState.READY]
+    assert bench.d.counters["ssd_lost"] == 1
+    bench.put(pages[0])
+    assert present(bench.d, pages[:1]) == [True]
+
+
+async def test_a_page_that_was_not_loaded_stays_while_the_tier_has_it(bench: Bench) -> None:
+    pages = bench.put_all(range(19))
+    await bench.spill()
+    bench.evict(9)
+    bench.tier.busy = True
+    await bench.promote(pages[0])
+    assert match(bench.d, pages[:1]) == [PageState.SPILLED]
+    assert pages[0].key in bench.tier
+    bench.tier.busy = False
+    await bench.promote(pages[0])
+    assert present(bench.d, pages[:1]) == [True]
+
+
+@pytest.mark.parametrize("full", [None, "no space left"])
+async def test_a_page_of_other_bytes_leaves_the_tier_and_is_absent(
+    bench: Bench, full: str | None
+) -> None:
+    pages = bench.put_all(range(19))
+    await bench.spill()
+    bench.evict(9)
+    bench.tier.full = full
+    page, data = bench.tier.pages[pages[0].key]
+    other = msgspec.structs.replace(page.record, checksum=b"o" * 16)
+    bench.tier.pages[pages[0].key] = (page._replace(record=other), data)
+    await bench.promote(pages[0])
+    assert match(bench.d, pages[:1]) == [PageState.ABSENT]
+    assert pages[0].key not in bench.tier
 
 
 async def test_a_full_tier_admits_only_pages_hotter_than_its_coldest() -> None:

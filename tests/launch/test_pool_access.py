@@ -58,7 +58,7 @@ async def node_on(
         memory,
         transfer=LocalTransfer(),
         pages=PoolPages(runner.pool, num_staging_pages),
-        page_nbytes=runner.info.spec.page_nbytes,
+        spec=runner.info.spec,
     )
     node = kind(
         config,
