@@ -120,6 +120,9 @@ class SimTier:
     def displace(self, told: Callable[[Sequence[PageKey]], None]) -> None:
         self._told = told
 
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._disk.slots
+
     def touch(self, key: PageKey, heat: float) -> None:
         self._heats[key] = heat
 
