@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tests.sim.transfer import SimTransfer
 
 SILENCE_S = 2.0  # a peer that moves nothing for this long is lost
+QUIET_S = 0.3  # until a read that was given up has ended: what every real transport keeps to
 POLL_S = 0.02
 MIN_PIECE_NBYTES = 256
 PIECES_PER_OPERATION = 8
@@ -215,7 +216,7 @@ class SimOperation:
         if self._fabric.rng.random() >= self._fabric.plan.late_read or not self._user.life.alive:
             return
         try:
-            await self._sleep(10 * self._fabric.delay_s())
+            await self._sleep(min(10 * self._fabric.delay_s(), QUIET_S))
             owner = self._bulk.owner(self._move.token.endpoint)
             remote = owner.serve(self._move)
         except TransferError:
