@@ -59,8 +59,11 @@ class TcpTransport:
         self._peers: dict[tuple[str, str], TcpPeer] = {}  # touched on the I/O loop, or lent, only
 
     async def start(self) -> None:
-        self._io.call(self._watch.open)
-        self._io.call(self._server.serve, self._sock)
+        await self._io.run(self._open())
+
+    async def _open(self) -> None:
+        self._watch.open()
+        self._server.serve(self._sock)
 
     async def move(self, move: Move) -> None:
         config = self._config
